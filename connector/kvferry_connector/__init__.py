@@ -1,0 +1,1 @@
+"""kvferry's connector for vLLM: the small half that lives in the engine."""

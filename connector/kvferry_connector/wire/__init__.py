@@ -1,0 +1,1 @@
+"""The wire contract of kvferry: a leaf package that the sidecar imports from here."""

@@ -1,0 +1,171 @@
+"""kvferry_native: the shared-memory pool, the copy engine and key mixing (C++20)."""
+
+from typing_extensions import Buffer
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEY_BYTES: Final = 16
+FORMAT_VERSION: Final[int]
+
+class PoolFormatError(Exception):
+    """The segment is not a pool of this format version, or its header is damaged."""
+
+class PoolFull(Exception): ...
+
+def crc32c(data: Buffer, seed: int = 0) -> int: ...
+def mix_keys(
+    namespace: bytes,  # 16 bytes
+    group: int,
+    end_kind: int,  # 0 full chunk, 1 partial tail
+    hashes: Buffer,  # concatenated prefix hashes
+    hash_bytes: int,
+    first: int,  # index of the first hash to use
+    step: int,  # hashes per chunk
+) -> NDArray[np.uint8]:  # (n, 16), n = ceil((total - first) / step)
+    ...
+
+class PoolStats:
+    total_bytes: int  # the arena
+    used_bytes: int  # in ready, writing or doomed slots
+    ready: int
+    writing: int
+    doomed: int
+    leased: int
+    keys_max: int
+    evictions: int
+    dropped_before_reuse: int  # evicted and never leased
+    slabs: int
+    slabs_free: int
+
+class Pool:
+    """A view of one segment: header, index, arena. Not thread safe: the control loop owns it."""
+
+    @staticmethod
+    def create(
+        fd: int, segment_bytes: int, slab_bytes: int, keys_max: int, epoch: int, threads: int
+    ) -> Pool:
+        """Format the segment (already sized) and touch every page with `threads` threads."""
+    @staticmethod
+    def attach(fd: int, epoch: int) -> Pool:
+        """Map an existing segment: keep `ready`, free `doomed` and `writing` (see quarantine).
+
+        Raises PoolFormatError.
+        """
+    @staticmethod
+    def segment_bytes_for(arena_bytes: int, slab_bytes: int, keys_max: int) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def slab_bytes(self) -> int: ...
+    def stats(self) -> PoolStats: ...
+    def prefix(self, keys: NDArray[np.uint8]) -> int:
+        """Number of leading keys (n, 16) that are ready. Touches nothing."""
+    def present(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
+    def lease(self, keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
+        """Lease the leading ready keys; returns their entry ids (len <= n).
+
+        Marks them recently used, tail first: within a prefix the tail is evicted before the head.
+        """
+    def release(self, entries: NDArray[np.uint32]) -> None:
+        """Undo one lease each; a doomed entry is freed with its last lease."""
+    def reserve(
+        self, keys: NDArray[np.uint8], payload_bytes: int, shards: int
+    ) -> NDArray[np.int64]:
+        """Reserve a slot per key (state writing, owned by the caller until commit or abort).
+
+        Per key: entry id, or -1 already ready, -2 being written by another, -3 no space
+        (nothing evictable is left, or the index is full). Evicts as needed; never leased,
+        writing or just-reserved entries. payload_bytes is the whole stripe (all shards);
+        raises ValueError when it exceeds a slab.
+        """
+    def payload_offsets(self, entries: NDArray[np.uint32]) -> NDArray[np.uint64]:
+        """Byte offset of each payload from `address`."""
+    def set_crcs(self, entries: NDArray[np.uint32], shard: int, crcs: NDArray[np.uint32]) -> None: ...
+    def crcs(
+        self, entries: NDArray[np.uint32], shard: int
+    ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+        """The stored CRC32C of one shard of each entry, and whether one is stored."""
+    def seeds(self, entries: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """CRC seed of each entry, from its key: bytes under a wrong key never verify."""
+    def commit(self, entries: NDArray[np.uint32]) -> None:
+        """writing -> ready (visible now); order: as given, linked so that the tail goes first."""
+    def abort(self, entries: NDArray[np.uint32]) -> None:
+        """writing -> free."""
+    def doom(self, entries: NDArray[np.uint32]) -> None:
+        """Invisible at once; freed now or with the last lease."""
+    def clear(self) -> int:
+        """Drop every entry that is neither leased nor writing; returns how many."""
+    def check(self) -> list[str]:
+        """Integrity: index, lists, slot ownership, counters. Empty when sound."""
+    def close(self) -> None: ...
+
+class Mapping:
+    """A foreign descriptor mapped read-write (MADV_DONTDUMP); closed with its last user."""
+
+    def __init__(self, fd: int, total_bytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...
+    def load_u64(self, offset: int) -> int:
+        """Atomic acquire load of an aligned word (fence words)."""
+
+class Layout:
+    """Runs of one block in a mapping: run r of block b is at offsets[r] + b * strides[r].
+
+    A chunk's payload is the runs in order, packed. Raises ValueError when any run of block 0 or
+    num_blocks-1 leaves the mapping.
+    """
+
+    def __init__(
+        self,
+        mapping: Mapping,
+        offsets: NDArray[np.int64],
+        strides: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        num_blocks: int,
+    ) -> None: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def num_runs(self) -> int: ...
+
+GATHER: Final = 0  # engine blocks -> pool (save)
+SCATTER: Final = 1  # pool -> engine blocks (load)
+
+class Completion:
+    ticket: int
+    status: int  # 0 done, 1 cancelled, 2 checksum mismatch, 3 injected failure
+    moved_bytes: int
+    seconds: float
+    bad_index: int  # first chunk that failed verification, -1
+    crcs: NDArray[np.uint32] | None  # per chunk, gathers with crc=True
+
+class CopyEngine:
+    """Copy threads. Completions are announced on `eventfd` and fetched by poll()."""
+
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def eventfd(self) -> int: ...
+    @property
+    def pending(self) -> int: ...
+    def submit(
+        self,
+        ticket: int,
+        direction: int,
+        layout: Layout,
+        blocks: NDArray[np.int32],  # (n,), each in 1 .. num_blocks-1 or ValueError
+        pool_address: int,
+        pool_offsets: NDArray[np.uint64],  # (n,) payload of the shard, from pool_address
+        crc: bool,
+        seeds: NDArray[np.uint32] | None = None,
+        expected: NDArray[np.uint32] | None = None,  # SCATTER with crc: verified
+        owner: object = None,  # kept alive until the copy stopped
+    ) -> None: ...
+    def cancel(self, ticket: int) -> None:
+        """Start no further piece; the completion (cancelled, or done if it was late) still comes."""
+    def poll(self) -> list[Completion]: ...
+    def close(self) -> None:
+        """Stop taking work, drain what runs, join the threads."""

@@ -1,0 +1,11 @@
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_pool(nb::module_& m);
+void bind_copy(nb::module_& m);
+
+NB_MODULE(_native, m) {
+    bind_pool(m);
+    bind_copy(m);
+}

@@ -1,0 +1,1 @@
+"""Copy engines behind one interface."""

@@ -1,0 +1,1 @@
+"""Validated geometry of what ranks register."""

@@ -1,0 +1,1 @@
+"""Which chunks a load needs and a save keeps, per kind of group."""

@@ -1,0 +1,1 @@
+"""Read-only views for operators: logs and status."""

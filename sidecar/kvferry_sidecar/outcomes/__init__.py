@@ -1,0 +1,1 @@
+"""Reasons and the ledger of outcomes."""

@@ -1,0 +1,1 @@
+"""Engines and their halves: attach, liveness, leases."""

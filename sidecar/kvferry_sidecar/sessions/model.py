@@ -1,0 +1,78 @@
+"""What the control loop knows of engines: sessions, their halves, what each rank registered.
+
+Owned by the control loop; nothing else writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry_native import Layout, Mapping
+
+
+class SessionKey(NamedTuple):
+    """One engine on this node."""
+
+    engine_id: str
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """One group on one rank, validated: what a copy needs."""
+
+    group: int
+    kind: str
+    block_tokens: int
+    hashes_per_block: int
+    layout: Layout | None  # None: no layers of this group on this rank (pipeline parallel)
+    payload_bytes: int  # this rank's shard of one chunk; 0 without a layout
+    num_blocks: int
+    save_rule: str  # "all" | "hand-offs" | "none"
+
+
+@dataclass(frozen=True, slots=True)
+class RankGeometry:
+    """Everything a rank registered, validated and mapped."""
+
+    serial: int
+    groups: tuple[RankGroup, ...]
+    identity: dict[str, str]
+    digest: bytes  # over identity and geometry without the rank's own number: equal on all ranks
+    hash_block_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One half of an engine that is attached (or was, and is not proven dead)."""
+
+    session: Session
+    role: str  # "scheduler" | "worker"
+    rank: int  # -1 for the scheduler half
+    generation: int
+    routing_id: bytes
+    protocol: int
+    life_inode: int  # pidfs inode of the process: the same process keeps its generation
+    pid: int
+    fence: Mapping | None = None
+    memories: dict[int, Mapping] = field(default_factory=dict)
+    geometry: RankGeometry | None = None
+    connected: bool = True  # the lifeline stream is open (a hint, never a proof)
+    last_beat_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One engine on this node at this epoch."""
+
+    key: SessionKey
+    scheduler: Peer | None = None
+    workers: dict[int, Peer] = field(default_factory=dict)
+    life: bytes = b""
+    version: bytes = b""
+    ranks: tuple[int, ...] = ()
+    scheduler_block_tokens: int = 0
+    alignment_tokens: int = 0
+    ready: bool = False
+    namespaces: dict[bytes, bytes] = field(default_factory=dict)  # version -> 16-byte digest
