@@ -1,0 +1,39 @@
+"""Golden bytes: what stands here is on the wire of released versions and never changes.
+
+A new field is appended with a default (version.py); it adds bytes at the end and a new line in
+golden.json. Regenerate for a new kind only: ``python tests/unit/wire/test_golden.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvferry_connector.wire import attach, codec
+from support import wire_samples
+
+GOLDEN = Path(__file__).parent / "golden.json"
+
+
+def current() -> dict[str, str]:
+    """Return hex bytes per message kind, as encoded now."""
+    found = {
+        f"hot.{type(m).__name__}": b"".join(
+            bytes(f) for f in codec.pack(m, [], protocol=1, epoch=1, generation=2)
+        ).hex()
+        for m in [*wire_samples.FROM_HALF, *wire_samples.FROM_SIDECAR]
+    }
+    found |= {f"job.{type(j).__name__}": codec.encode_job(j).hex() for j in wire_samples.JOBS}
+    found |= {
+        f"attach.{type(m).__name__}": attach.encode(m).hex()
+        for m in [*wire_samples.ATTACH_FROM_PEER, *wire_samples.ATTACH_TO_PEER]
+    }
+    return found
+
+
+def test_bytes_on_the_wire_have_not_changed() -> None:
+    assert current() == json.loads(GOLDEN.read_text())
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(current(), indent=1, sort_keys=True) + "\n")
