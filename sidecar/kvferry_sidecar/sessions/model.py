@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvferry_connector.wire.attach import RegisterEngine, RegisterRank
 from kvferry_native import Layout, Mapping
 
 
@@ -41,6 +42,8 @@ class RankGeometry:
     identity: dict[str, str]
     digest: bytes  # over identity and geometry without the rank's own number: equal on all ranks
     hash_block_tokens: int
+    # (tp, pp, dcp) rank: which shard of a stripe it holds. Not in the digest, in the namespace.
+    position: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +63,9 @@ class Peer:
     geometry: RankGeometry | None = None
     connected: bool = True  # the lifeline stream is open (a hint, never a proof)
     last_beat_s: float = 0.0
+    registration: RegisterEngine | RegisterRank | None = None  # as last accepted
+    # What the memories are, whatever descriptor they came by: buffer -> (device, inode, bytes).
+    backing: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

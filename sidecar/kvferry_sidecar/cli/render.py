@@ -1,0 +1,139 @@
+"""The status document and the configuration as tables for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvferry_sidecar.config import Loaded
+from kvferry_sidecar.observe.status import Document, HalfStatus, PoolStatus, SessionStatus
+from kvferry_sidecar.settings import size_text
+
+PIPED_WIDTH = 120
+
+
+def console() -> Console:
+    """Return the console for stdout; piped output gets a fixed width and no colours."""
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def status(document: Document) -> RenderableType:
+    """Return the whole status as tables."""
+    head = Text(
+        f"kvferry {document.kvferry}, epoch {document.epoch}, pid {document.pid}, "
+        f"{len(document.sessions)} session(s)"
+    )
+    parts: list[RenderableType] = [head]
+    if document.sessions_left_out:
+        parts.append(Text(f"{document.sessions_left_out} sessions left out: too many to show"))
+    if document.sessions:
+        parts.append(_sessions(document.sessions))
+    for session in document.sessions:
+        parts.extend(Text(f"note: {note}", style="yellow") for note in session.notes)
+    if document.pool:
+        parts.append(_pool(document.pool))
+    if isinstance(document.pipeline, Mapping):
+        parts.extend(_pipeline(document.pipeline))
+    if isinstance(document.loop, Mapping):
+        parts.append(_tree("loop", document.loop))
+    return Group(*parts)
+
+
+def settings(loaded: Loaded) -> RenderableType:
+    """Return every setting with its value and where it came from."""
+    table = _table("configuration", "key", "value", "from")
+    for key, value, origin in loaded.rows():
+        table.add_row(key, value, origin, style=None if origin.startswith("default") else "bold")
+    return table
+
+
+def _sessions(sessions: Iterable[SessionStatus]) -> Table:
+    table = _table(
+        "sessions", "engine", "half", "state", "pid", "generation", "memory", "namespace"
+    )
+    for session in sessions:
+        name = f"{session.engine_id}/{session.instance_id}"
+        missing = sorted(set(session.ranks) - {half.rank for half in session.halves})
+        for number, half in enumerate(session.halves):
+            table.add_row(
+                name if number == 0 else "",
+                half.role if half.rank < 0 else f"{half.role} {half.rank}",
+                _state(session, half),
+                str(half.pid),
+                str(half.generation),
+                size_text(half.memory_bytes) if half.memory_bytes else "-",
+                session.namespace[:12] if number == 0 else "",
+            )
+        if missing:
+            table.add_row("", f"worker {', '.join(map(str, missing))}", "not attached")
+    return table
+
+
+def _state(session: SessionStatus, half: HalfStatus) -> str:
+    state = "ready" if session.ready else "registered" if half.registered else "attached"
+    return state if half.connected else f"{state}, disconnected"
+
+
+def _pool(pool: PoolStatus) -> Table:
+    table = _table("pool", "used", "of", "objects", "leased", "writing", "doomed", "evictions")
+    share = pool.used_bytes / pool.total_bytes if pool.total_bytes else 0.0
+    table.add_row(
+        f"{size_text(pool.used_bytes)} ({share:.0%})",
+        size_text(pool.total_bytes),
+        f"{pool.ready:,} (at most {pool.keys_max:,})",
+        f"{pool.leased:,}",
+        f"{pool.writing:,}",
+        f"{pool.doomed:,}",
+        f"{pool.evictions:,} ({pool.dropped_before_reuse:,} never used)",
+    )
+    return table
+
+
+def _pipeline(pipeline: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Yield jobs by session, their ends by reason, then whatever else the snapshot counts."""
+    rest = dict(pipeline)
+    total, sessions = rest.pop("ledger", {}), rest.pop("sessions", {})
+    if total:
+        numbers = ("accepted", "open", "done", "failed", "cancelled", "refused")
+        table = _table("jobs, one per rank", "engine", *numbers, "loaded", "saved")
+        for name, totals in (*sessions.items(), ("all", total)):
+            sizes = (size_text(totals.get(f"{way}_bytes", 0)) for way in ("loaded", "saved"))
+            table.add_row(name, *(f"{totals.get(number, 0):,}" for number in numbers), *sizes)
+        yield table
+    if reasons := total.get("reasons"):
+        yield _tree("outcomes by reason", reasons)
+    for violation in rest.pop("violations", ()):
+        yield Text(f"violation: {violation}", style="red")
+    yield _tree("leases, lookups and outcomes", rest)
+
+
+def _tree(title: str, tree: Mapping[str, object]) -> Table:
+    table = _table(title, "what", "value")
+    table.columns[1].justify = "right"
+    for name, value in _leaves(tree):
+        table.add_row(name, value)
+    return table
+
+
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{name}", f"{len(value)} entries" if value else "none"
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            yield f"{prefix}{name}", str(value)
+        elif name.endswith("bytes") and isinstance(value, int):
+            yield f"{prefix}{name}", size_text(value)
+        else:
+            yield f"{prefix}{name}", f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", header_style="bold", box=None)
