@@ -1,0 +1,222 @@
+"""What an engine is, as the sidecar is told: identity, groups, placements, block sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+from kvferry_connector import vllm_compat
+from kvferry_connector.config import FerryConfig
+from kvferry_connector.identity import backends_fact, identity_facts
+from kvferry_connector.placements import DescribeError, describe_placements, page_data_bytes
+from kvferry_connector.wire.attach import Group, RegisterEngine, RegisterRank, Shard
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+    from kvferry_connector.export import KvMemory
+
+__all__ = ["DescribeError", "describe_engine", "describe_rank", "worker_rank", "worker_shard"]
+
+# By exact class: a subclass may keep its blocks by other rules than its base.
+_KINDS: dict[str, str] = {
+    "FullAttentionSpec": "full",
+    "MLAAttentionSpec": "mla",
+    "HiddenStateCacheSpec": "hidden-state",
+    "SlidingWindowSpec": "swa",
+    "SlidingWindowMLASpec": "swa-mla",
+    "ChunkedLocalAttentionSpec": "chunked",
+    "RSWASpec": "rswa",
+    "MambaSpec": "mamba",
+    "CircularBufferSpec": "ring",
+    "SinkFullAttentionSpec": "sink",
+    "CrossAttentionSpec": "cross",
+    "EncoderOnlyAttentionSpec": "encoder-only",
+    "HiSparseHotSpec": "hisparse",
+    "HiSparseResidentSpec": "hisparse",
+    "UniformTypeKVCacheSpecs": "uniform",
+}
+# Moves pages about, changes no byte inside one.
+_NOT_CONTENT = frozenset({"block_stride_alignment", "page_size_padded", "kv_cache_specs"})
+
+
+# --- scheduler half --------------------------------------------------------------------------
+
+
+def describe_engine(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    life: bytes,
+    version: bytes,
+    ranks: Sequence[int],
+) -> RegisterEngine:
+    """Return the scheduler half's registration: block sizes S and H, hit alignment A, policy."""
+    scheduler_tokens, hash_tokens = block_sizes(vllm_config, kv_cache_config)
+    return RegisterEngine(
+        life=life,
+        version=version,
+        ranks=list(ranks),
+        hash_block_tokens=hash_tokens,
+        scheduler_block_tokens=scheduler_tokens,
+        alignment_tokens=kv_cache_config.cache_hit_alignment_tokens or scheduler_tokens,
+        load_failure_policy=vllm_config.kv_transfer_config.kv_load_failure_policy,
+    )
+
+
+def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
+    """Return (S, H) in tokens: scheduler block and hash block, as the engine core resolved them."""
+    scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(scheduler_tokens), int(kv_cache_config.hash_block_size or hash_tokens)
+
+
+# --- worker half -----------------------------------------------------------------------------
+
+
+def worker_rank(vllm_config: VllmConfig) -> int:
+    """Return the global rank of this worker within its engine (0 .. TP*PP-1)."""
+    return int(vllm_config.parallel_config.rank)
+
+
+def worker_shard(vllm_config: VllmConfig) -> Shard:
+    """Return which part of the model's KV this rank holds (ranks run over TP first, then PP)."""
+    parallel = vllm_config.parallel_config
+    tp_size = int(parallel.tensor_parallel_size)
+    dcp_size = int(parallel.decode_context_parallel_size)
+    pp_rank, tp_rank = divmod(worker_rank(vllm_config), tp_size)
+    return Shard(
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_rank=pp_rank,
+        pp_size=int(parallel.pipeline_parallel_size),
+        dcp_rank=tp_rank % dcp_size,
+        dcp_size=dcp_size,
+    )
+
+
+def describe_rank(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    memory: KvMemory,
+    config: FerryConfig,
+    *,
+    serial: int,
+) -> RegisterRank:
+    """Return a worker half's registration from what ``register_kv_caches`` was given.
+
+    Raises DescribeError when a tensor is not where the config says, ExportError when its memory
+    is not ours, UnsupportedEngineError when its hashes cannot be shared.
+    """
+    hash_tokens = block_sizes(vllm_config, kv_cache_config)[1]
+    backends = layer_backends(vllm_config, kv_cache_config)
+    layout = str(kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout)
+    return RegisterRank(
+        serial=serial,
+        shard=worker_shard(vllm_config),
+        identity=identity_facts(
+            vllm_config,
+            config,
+            engine_version=vllm_compat.engine_version(),
+            hash_probe=vllm_compat.hash_probe(vllm_config.cache_config.prefix_caching_hash_algo),
+            hash_block_tokens=hash_tokens,
+            backends=backends,
+        ),
+        num_blocks=int(kv_cache_config.num_blocks),
+        layout=layout,
+        groups=describe_groups(vllm_config, kv_cache_config, kv_caches, backends),
+        placements=describe_placements(kv_cache_config, kv_caches, memory),
+        hash_block_tokens=hash_tokens,
+    )
+
+
+def layer_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
+    """Return the attention backend of each KV layer of this rank, by layer name."""
+    modules = vllm_config.compilation_config.static_forward_context
+    names: dict[str, str] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        for layer in group.layer_names:
+            module = modules.get(layer)
+            if module is not None and hasattr(module, "get_attn_backend"):
+                backend = module.get_attn_backend()
+                names[layer] = f"{backend.__module__}.{backend.__qualname__}"
+    return names
+
+
+def describe_groups(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    backends: Mapping[str, str],
+) -> list[Group]:
+    """Return every KV cache group under its scheduler-wide id, served or not.
+
+    A group without layers on this rank (pipeline parallel) is listed with none.
+    """
+    dcp_size = int(vllm_config.parallel_config.decode_context_parallel_size)
+    cacheable = set(kv_cache_config.prefix_cacheable_group_ids)
+    groups: list[Group] = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        kind, detail = spec_kind(spec)
+        if group.host_resident or group.role.value != "default":
+            kind, detail = "hisparse", f"role {group.role.value}"
+        layers = sorted(group.layer_names)
+        facts = spec_facts(spec)
+        facts["backends"] = backends_fact({name: backends.get(name, "none") for name in layers})
+        facts["kernel_blocks"] = _kernel_blocks(layers, kv_caches, kv_cache_config.num_blocks)
+        groups.append(
+            Group(
+                group=number,
+                kind=kind,
+                block_tokens=int(spec.block_size) * (dcp_size if spec.dcp_sharded else 1),
+                spec=facts,
+                layers=layers,
+                cacheable=number in cacheable,
+                eagle=bool(group.is_eagle_group),
+                detail=detail,
+            )
+        )
+    return groups
+
+
+def spec_kind(spec: KVCacheSpec) -> tuple[str, str]:
+    """Return the kind of a spec and a detail for the operator; unknown classes are "unknown"."""
+    name = type(spec).__name__
+    kind = _KINDS.get(name, "unknown")
+    if kind == "uniform":
+        members = sorted({spec_kind(member)[0] for member in spec.kv_cache_specs.values()})
+        return kind, f"{name} of {', '.join(members)}"
+    if kind == "mla" and spec.cache_role.value == "indexer":
+        return "indexer", name
+    if kind == "full" and spec.non_causal:
+        return "non-causal", f"{name}: a prefix depends on the tokens after it"
+    return kind, name
+
+
+def spec_facts(spec: KVCacheSpec) -> dict[str, str]:
+    """Return what determines the bytes inside a page of this spec, by name."""
+    facts = {"class": type(spec).__name__}
+    members = getattr(spec, "kv_cache_specs", None)
+    if members is not None:
+        for layer, member in sorted(members.items()):
+            facts[f"layer {layer}"] = "; ".join(f"{k}={v}" for k, v in spec_facts(member).items())
+        return facts
+    for field in sorted(fields(spec), key=lambda field: field.name):
+        if field.name not in _NOT_CONTENT:
+            facts[field.name] = str(getattr(spec, field.name))
+    facts["page_data_bytes"] = str(page_data_bytes(spec))
+    return facts
+
+
+def _kernel_blocks(
+    layers: Sequence[str], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+) -> str:
+    """Kernel blocks per block: with heads outermost, each orders its own tokens."""
+    ratios = {kv_caches[name].shape[0] // num_blocks for name in layers if name in kv_caches}
+    return ",".join(str(ratio) for ratio in sorted(ratios))

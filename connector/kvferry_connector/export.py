@@ -1,0 +1,216 @@
+"""KV memory and the fence page as descriptors that another process can map.
+
+On CPU vLLM allocates its KV cache by one ``torch.zeros`` of int8 inside the context that
+``get_mem_pool_context`` returns. There we serve it from a memfd of ours: no copy, page aligned,
+and the descriptor is what travels to the sidecar.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kvferry_connector.half import MemoryHandle
+from kvferry_connector.wire.attach import Memory, attach_fds_max
+from kvferry_connector.wire.names import (
+    BOUND_STEP_OFFSET,
+    DONE_STEP_OFFSET,
+    FENCE_PAGE_BYTES,
+)
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+served_bytes_min = 1 << 20  # below: scratch tensors, which nobody transfers
+_buffers_max = attach_fds_max - 2  # Hello also carries a pidfd and the fence page
+
+
+class ExportError(Exception):
+    """KV memory cannot be shared with the sidecar; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One exported allocation: ``[address, address + total_bytes)`` of this process."""
+
+    buffer: int
+    fd: int
+    address: int
+    total_bytes: int
+
+
+class KvMemory:
+    """The KV buffers of one worker, in memfds.
+
+    ``context()`` goes to ``get_mem_pool_context``. Mappings live as long as the tensors in them;
+    ``close`` only closes our descriptors (after the client, which borrows them).
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Buffer] = []
+
+    def context(self) -> TorchFunctionMode:
+        """Return a context manager that serves large CPU int8 ``torch.zeros`` from a memfd."""
+        return _ServeZeros(self._allocate)
+
+    def handles(self) -> tuple[MemoryHandle, ...]:
+        """Return the buffers as the client wants them, by buffer number."""
+        return tuple(
+            MemoryHandle(Memory(buffer=b.buffer, total_bytes=b.total_bytes), b.fd)
+            for b in self._buffers
+        )
+
+    def find(self, tensor: torch.Tensor) -> Buffer:
+        """Return the buffer that holds the storage of ``tensor``.
+
+        Raises ExportError when the engine allocated it elsewhere.
+        """
+        storage = tensor.untyped_storage()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for buffer in self._buffers:
+            if buffer.address <= start and end <= buffer.address + buffer.total_bytes:
+                return buffer
+        raise ExportError(
+            f"KV memory at {start:#x} ({tensor.device}) was not allocated through "
+            "get_mem_pool_context, so the sidecar cannot map it; only CPU engines are served, and "
+            "no other connector may supply the memory pool"
+        )
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        if len(self._buffers) >= _buffers_max:
+            raise ExportError(
+                f"the engine allocates more than {_buffers_max} KV buffers, which is all a rank "
+                "can register"
+            )
+        total_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = _memfd("kvferry-kv", total_bytes)
+        try:
+            mapping = mmap.mmap(fd, total_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise ExportError(_memory_text("map", total_bytes, error)) from error
+        tensor = torch.frombuffer(mapping, dtype=torch.int8, count=num_bytes)
+        buffer = Buffer(len(self._buffers), fd, tensor.data_ptr(), total_bytes)
+        self._buffers.append(buffer)
+        return tensor
+
+    def close(self) -> None:
+        """Close the descriptors; tensors keep their memory."""
+        for buffer in self._buffers:
+            os.close(buffer.fd)
+        self._buffers.clear()
+
+
+class _ServeZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy
+    """Inside the ``with``: large CPU int8 zeros come from ``allocate``, all else is torch's."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        super().__init__()
+        self._allocate = allocate
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.zeros:
+            shape = _served_shape(args, options)
+            if shape is not None:
+                return self._allocate(prod(shape)).view(shape)
+        return func(*args, **options)
+
+
+def _served_shape(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of a ``torch.zeros`` call we serve, or None."""
+    if set(options) - {"size", "dtype", "device"} or options.get("dtype") is not torch.int8:
+        return None
+    if torch.device(options.get("device") or torch.get_default_device()).type != "cpu":
+        return None
+    size = args or (options.get("size"),)
+    if len(size) == 1 and not isinstance(size[0], int):
+        size = tuple(size[0] or ())
+    shape = tuple(int(n) for n in size)
+    return shape if shape and prod(shape) >= served_bytes_min else None
+
+
+def _memfd(name: str, total_bytes: int) -> int:
+    """Return a memfd of a fixed size whose pages are all there. Raises ExportError.
+
+    Pages are taken now: a page that is missing at first touch would be a SIGBUS while serving.
+    """
+    try:
+        available = _available_bytes()
+        if total_bytes > available:  # asking anyway would wake the OOM killer, on anyone
+            raise ExportError(
+                f"{total_bytes} bytes of KV memory are wanted and {available} are available; "
+                "lower kv_cache_memory_bytes, or raise the memory limit of the container"
+            )
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise ExportError(_memory_text("create", total_bytes, error)) from error
+    try:
+        os.ftruncate(fd, total_bytes)
+        os.posix_fallocate(fd, 0, total_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError as error:
+        os.close(fd)
+        raise ExportError(_memory_text("size", total_bytes, error)) from error
+    return fd
+
+
+def _available_bytes() -> int:
+    """Return what the node has to give, at most what this container may use."""
+    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    node = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return node
+    return min(node, int(limit)) if limit.isdecimal() else node
+
+
+def _memory_text(what: str, total_bytes: int, error: OSError) -> str:
+    return (
+        f"cannot {what} {total_bytes} bytes of shared memory ({error.strerror}); lower "
+        "kv_cache_memory_bytes, raise the memory limit of the container, or `ulimit -n` if "
+        "descriptors ran out"
+    )
+
+
+class FencePage:
+    """The two words of one rank that tell the sidecar how far the engine is.
+
+    ``bound(step)``: the blocks of the step are zeroed and copied, loads into them may start.
+    ``done(step)``: the forward of the step has written its KV, saves may read. Steps only grow.
+    Each is one aligned 8-byte store (a torn step can not be read); the sidecar polls.
+    """
+
+    def __init__(self) -> None:
+        self.fd = _memfd("kvferry-fence", FENCE_PAGE_BYTES)
+        self._mapping = mmap.mmap(self.fd, FENCE_PAGE_BYTES)
+        self._words = memoryview(self._mapping).cast("Q")
+
+    def bound(self, step: int) -> None:
+        """Write ``bound_step`` (u64)."""
+        self._words[BOUND_STEP_OFFSET // 8] = step
+
+    def done(self, step: int) -> None:
+        """Write ``done_step`` (u64)."""
+        self._words[DONE_STEP_OFFSET // 8] = step
+
+    def close(self) -> None:
+        """Unmap and close (after the client, which borrows ``fd``)."""
+        self._words.release()
+        self._mapping.close()
+        os.close(self.fd)

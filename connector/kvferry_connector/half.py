@@ -1,0 +1,70 @@
+"""Who attaches: the half's facts, its memory handles, and the Hello made of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry_connector.wire import attach
+from kvferry_connector.wire.codec import WireError
+from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryHandle:
+    """One KV buffer and the descriptor that maps it (borrowed from its owner)."""
+
+    memory: attach.Memory
+    fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """Who attaches. ``role`` is "scheduler" (``rank`` -1) or "worker" (with its ``fence_fd``)."""
+
+    role: str
+    engine_id: str
+    instance_id: str
+    rank: int = -1
+    fence_fd: int | None = None
+    software: str = ""
+
+
+def introduce(
+    half: Half, memories: Sequence[MemoryHandle], pidfd: int
+) -> tuple[attach.Hello, list[int]]:
+    """Return Hello and the descriptors that travel with it, in the order Hello documents.
+
+    Raises WireError when there are more buffers than the protocol carries.
+    """
+    fds = [pidfd]
+    if half.fence_fd is not None:
+        fds.append(half.fence_fd)
+    fds += [handle.fd for handle in memories]
+    if len(fds) > attach.attach_fds_max:
+        raise WireError(
+            f"{len(memories)} KV buffers; the protocol carries at most {attach.attach_fds_max - 2}"
+        )
+    hello = attach.Hello(
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        role=half.role,
+        engine_id=half.engine_id,
+        instance_id=half.instance_id,
+        rank=half.rank,
+        pid=os.getpid(),
+        fence=half.fence_fd is not None,
+        memories=[handle.memory for handle in memories],
+        software=half.software,
+    )
+    return hello, fds
+
+
+def refusal_text(refused: attach.Refused) -> str:
+    """Return a refusal as one line: the message, then each field with both values."""
+    fields = "; ".join(
+        f"{field.field}: engine {field.theirs}, sidecar {field.ours} ({field.remedy})"
+        for field in refused.fields
+    )
+    return f"{refused.message}{': ' if fields else ''}{fields}"

@@ -1,0 +1,112 @@
+"""The attach stream: framed messages and descriptors over AF_UNIX, never blocking."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvferry_connector.wire import attach
+from kvferry_connector.wire.codec import WireError
+
+_READ_BYTES = 64 << 10
+_unsent_bytes_max = 2 * attach.attach_bytes_max
+
+
+class StreamClosedError(ConnectionError):
+    """The sidecar closed the stream: a hint of its end, not a proof."""
+
+
+class AttachStream:
+    """One connection to ``attach.sock``; used by the lifeline thread only.
+
+    Descriptors that arrive are ours until ``take_fd`` hands them out; ``close`` closes the rest.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Connect. Raises OSError when nobody listens there (or its backlog is full)."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.setblocking(False)
+        self._unsent = bytearray()
+        self._reassembler = attach.Reassembler()
+        self._fds: list[int] = []
+        try:
+            self._socket.connect(os.fspath(path))
+        except OSError:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        """True while earlier messages wait for room: poll for writing, then ``flush``."""
+        return bool(self._unsent)
+
+    def send(self, message: attach.FromPeer, fds: Sequence[int] = ()) -> None:
+        """Send one message; what the socket does not take now is kept for ``flush``.
+
+        Raises OSError when the stream is broken, WireError when too much is waiting.
+        """
+        data = attach.encode(message)
+        if fds:
+            data = self._send_with_fds(data, fds)
+        self._unsent += data
+        if len(self._unsent) > _unsent_bytes_max:
+            raise WireError(f"the sidecar reads nothing: {len(self._unsent)} bytes wait for it")
+        self.flush()
+
+    def _send_with_fds(self, data: bytes, fds: Sequence[int]) -> bytes:
+        if self._unsent:
+            raise WireError("descriptors go with the first message of a stream only")
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+        return data[self._socket.sendmsg([data], [rights]) :]
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it. Raises OSError when it is broken."""
+        while self._unsent:
+            try:
+                del self._unsent[: self._socket.send(self._unsent)]
+            except BlockingIOError:
+                return
+
+    def receive(self) -> list[attach.ToPeer]:
+        """Return the complete messages that have arrived, maybe none.
+
+        Raises StreamClosedError at the end of the stream, OSError when it is broken, WireError when
+        it carries anything else than messages of ours.
+        """
+        room = socket.CMSG_SPACE(attach.attach_fds_max * array.array("i").itemsize)
+        try:
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                _READ_BYTES, room, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return []
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                self._fds.extend(fds)
+        if flags & socket.MSG_CTRUNC or len(self._fds) > attach.attach_fds_max:
+            raise WireError("the sidecar sent more descriptors than the protocol has")
+        if not data:
+            raise StreamClosedError("the sidecar closed the attach stream")
+        return [attach.read_to_peer(body) for body in self._reassembler.feed(data)]
+
+    def take_fd(self) -> int:
+        """Hand out the oldest received descriptor. Raises WireError when there is none."""
+        if not self._fds:
+            raise WireError("the sidecar's Welcome came without its pidfd")
+        return self._fds.pop(0)
+
+    def close(self) -> None:
+        """Close the stream and every descriptor that was not taken."""
+        self._socket.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()

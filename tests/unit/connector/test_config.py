@@ -1,0 +1,66 @@
+"""Settings of the connector: defaults, refusals, and the run directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from kvferry_connector import config as module
+from kvferry_connector.config import ConfigError, FerryConfig, read_config
+
+
+def test_defaults() -> None:
+    config = read_config({})
+    assert config == FerryConfig()
+    assert (config.lookup_wait_us_max, config.probe_ms_max, config.hint_fresh_ms) == (300, 100, 50)
+    assert (config.awake_ms_max, config.job_ask_ms, config.silent_ms_max) == (60_000, 2000, 3000)
+
+
+def test_settings_are_taken() -> None:
+    config = read_config({"run_dir": "/run/other", "loads": False, "pinned_blocks_max": 7})
+    assert (config.run_path(), config.loads, config.pins_max(1000)) == (
+        Path("/run/other"),
+        False,
+        7,
+    )
+    assert FerryConfig().pins_max(1000) == 250
+    assert FerryConfig().pins_max(2) == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"run_dri": "/x"}, "no setting 'run_dri'; did you mean 'run_dir'?"),
+        ({"zzzzzzzz": 1}, "no setting 'zzzzzzzz'; known: run_dir, "),
+        ({"probe_ms_max": "100"}, "['probe_ms_max'] is '100' (str); expected an integer"),
+        ({"probe_ms_max": 1.5}, "['probe_ms_max'] is 1.5 (float); expected an integer"),
+        ({"probe_ms_max": True}, "['probe_ms_max'] is True (bool); expected an integer"),
+        ({"loads": 1}, "['loads'] is 1 (int); expected true or false"),
+        ({"run_dir": 1}, "['run_dir'] is 1 (int); expected a string"),
+        ({"probe_ms_max": -1}, "['probe_ms_max'] is -1; expected 0 to 60000"),
+        ({"silent_ms_max": 0}, "['silent_ms_max'] is 0; expected 100 to 600000"),
+        ({"run_dir": "run"}, "['run_dir'] is 'run'; expected an absolute path"),
+        ({"run_dir": "/" + "x" * 90}, "longer than 80 bytes"),
+    ],
+)
+def test_refusals_name_key_value_and_remedy(extra: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(extra)
+    assert text in str(caught.value)
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {
+        name for name in FerryConfig.__struct_fields__ if type(getattr(FerryConfig(), name)) is int
+    }
+    assert numbers == set(module._RANGES)
+
+
+def test_the_default_run_dir_is_the_nodes_else_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SYSTEM_RUN_DIR", tmp_path / "absent")
+    assert FerryConfig().run_path() == Path(f"/tmp/kvferry-{os.getuid()}")
+    monkeypatch.setattr(module, "_SYSTEM_RUN_DIR", tmp_path)
+    assert FerryConfig().run_path() == tmp_path
