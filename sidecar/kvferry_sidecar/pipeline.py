@@ -1,0 +1,236 @@
+"""The stages in order, on one page.
+
+    probe     hashes -> keys -> hint                          stages/probes.py
+    ask       keys -> hit -> lease -> answer                  stages/probes.py
+    submit    job -> checks -> part of this rank              stages/jobs.py
+      load      lease + tables -> extents (scatter, verified) stages/loads.py
+      save      hashes + tables -> slots -> extents (gather)  stages/saves.py
+    fence     the engine's step has come                      stages/copying.py
+    copy      extents -> copy engine -> result                stages/copying.py
+    end       part -> outcome, kept until acknowledged        stages/jobs.py, stages/outbox.py
+    settle    all ranks terminal -> commit, abort or release  stages/loads.py, stages/saves.py
+
+Everything happens in the control loop's thread, at a time that is passed in, and leaves through
+one callable: the same code runs under a fake clock in tests/sim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from kvferry_connector.wire.attach import Heartbeat
+from kvferry_connector.wire.hot import (
+    Ask,
+    Cancel,
+    FromHalf,
+    FromSidecar,
+    JobStatus,
+    JobStatusName,
+    OutcomeAck,
+    Probe,
+    Release,
+    Submit,
+)
+
+from kvferry_sidecar.engines.base import CopyEngine
+from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.outcomes.ledger import Ledger
+from kvferry_sidecar.outcomes.reasons import Decline, Reason
+from kvferry_sidecar.outcomes.tombstones import Tombstones
+from kvferry_sidecar.sessions.admissions import Admissions
+from kvferry_sidecar.sessions.leases import LeaseTable
+from kvferry_sidecar.sessions.model import Peer, Session
+from kvferry_sidecar.stages.core import Core, Log
+from kvferry_sidecar.stages.jobs import Jobs
+from kvferry_sidecar.stages.outbox import Outbox
+from kvferry_sidecar.stages.parts import End
+from kvferry_sidecar.stages.probes import Probes
+from kvferry_sidecar.stages.snapshot import PipelineSnapshot
+from kvferry_sidecar.tiers.host import HostTier
+
+__all__ = ["Pipeline", "PipelineSnapshot"]
+
+
+def _known_namespace(session: Session, version: bytes) -> bytes | None:
+    return session.namespaces.get(version)
+
+
+class Pipeline:
+    """Everything that happens to requests and jobs. Owned by the control loop."""
+
+    def __init__(
+        self,
+        *,
+        pool: HostTier,
+        copies: CopyEngine,
+        send: Callable[[Peer, FromSidecar], None],
+        limits: Limits,
+        log: Log,
+        namespace_of: Callable[[Session, bytes], bytes | None] = _known_namespace,
+    ) -> None:
+        self._core = Core(
+            pool=pool,
+            copies=copies,
+            send=send,
+            namespace_of=namespace_of,
+            limits=limits,
+            log=log,
+            ledger=Ledger(limits.sessions_max),
+            outbox=Outbox(send, limits.outcome_resend_ms, limits.messages_per_turn_max),
+            tombstones=Tombstones(limits.tombstones_max),
+            admissions=Admissions(limits.admissions_max, limits.key_bytes_max),
+            leases=LeaseTable(pool.release, limits.lease_idle_ms_max),
+        )
+        self._probes = Probes(self._core)
+        self._jobs = Jobs(self._core)
+        self._sweep_at_s = 0.0
+        self._drain_end_s = math.inf
+        self._violations: list[str] = []
+
+    # --- what halves say ----------------------------------------------------------------------
+
+    def on_message(self, peer: Peer, message: FromHalf, raw: list[bytes], now_s: float) -> None:
+        """Handle one hot message of a live peer whose epoch and generation were checked."""
+        if isinstance(message, Probe | Ask | Release) and peer.role != "scheduler":
+            what = f"a rank sent {type(message).__name__}"
+            self._core.refuse_frame(peer, Decline(Reason.ROLE, what))
+            return
+        match message:
+            case Probe():
+                self._probes.on_probe(peer, message, raw)
+            case Ask():
+                self._probes.on_ask(peer, message, now_s)
+            case Release():
+                self._probes.on_release(peer, message)
+            case Submit():
+                self._jobs.on_submit(peer, message, raw, now_s)
+            case Cancel():
+                self._jobs.on_cancel(peer, message, now_s)
+            case JobStatus():
+                self._jobs.on_status(peer, message, now_s)
+            case OutcomeAck():
+                self._jobs.on_acknowledged(peer, message)
+
+    def on_beat(self, peer: Peer, beat: Heartbeat, now_s: float) -> None:
+        """Compare the leases a scheduler half still counts on with what is held for it."""
+        self._probes.on_beat(peer, beat, now_s)
+
+    # --- what becomes of halves ---------------------------------------------------------------
+
+    def on_session_ready(self, session: Session, now_s: float) -> None:  # noqa: ARG002 - one form
+        """All local ranks are registered (again): work out groups and shards anew."""
+        self._core.forget_shape(session)
+
+    def on_version(self, session: Session, now_s: float) -> None:  # noqa: ARG002 - one form
+        """The namespace version rotated: admissions of the old one hit nothing any more.
+
+        Nothing is taken back: leases and jobs of the old version drain under it.
+        """
+        self._core.log.info("namespace version rotated", engine=session.key.engine_id)
+
+    def on_peer_dead(self, peer: Peer, now_s: float) -> None:
+        """The half's process is proven dead."""
+        self._gone(peer, Reason.PEER_DEAD, now_s)
+
+    def on_bye(self, peer: Peer, now_s: float) -> None:
+        """The half left in order; by its word nothing of it is in flight."""
+        self._gone(peer, Reason.PEER_LEFT, now_s)
+
+    def _gone(self, peer: Peer, reason: Reason, now_s: float) -> None:
+        self._core.forget_shape(peer.session)
+        if peer.role == "scheduler":
+            self._probes.on_gone(peer)
+        else:
+            self._jobs.on_gone(peer, reason, now_s)
+
+    # --- what time and copies bring -----------------------------------------------------------
+
+    def on_copies(self, now_s: float) -> None:
+        """The copy engine announced results."""
+        self._jobs.desk.collect(now_s)
+
+    def on_tick(self, now_s: float) -> float:
+        """Read fences, and now and then the deadlines; returns seconds until wanted again."""
+        self._jobs.desk.poll_fences(now_s)
+        if now_s >= self._sweep_at_s:
+            self._sweep(now_s)
+            self._sweep_at_s = now_s + self._core.limits.sweep_ms / 1e3
+        fence_s = self._jobs.desk.fence_wait_s(now_s)
+        if fence_s is not None:
+            return fence_s
+        return max(0.0, self._sweep_at_s - now_s) if self._anything_open() else math.inf
+
+    def _sweep(self, now_s: float) -> None:
+        self._jobs.desk.sweep(now_s)
+        self._jobs.sweep(now_s)
+        self._core.leases.drop_idle(now_s)
+        self._core.outbox.resend(now_s)
+        if now_s >= self._drain_end_s:
+            self._jobs.stop_all(End(JobStatusName.FAILED, Reason.DRAINED), now_s)
+        if not self._jobs.open_parts() and not self._violations:
+            self._violations = self._core.ledger.integrity(())
+            for violation in self._violations:
+                self._core.log.error("ledger", violation=violation)
+
+    def _anything_open(self) -> bool:
+        return bool(self._jobs.open_runs() or len(self._core.outbox) or len(self._core.leases))
+
+    # --- the whole ----------------------------------------------------------------------------
+
+    def busy(self, session: Session) -> bool:
+        """Whether this session's memory is, or may still be, touched by a copy."""
+        return self._jobs.touches(session)
+
+    def drain(self, now_s: float) -> None:
+        """No new leases and saves; what is in flight ends, at the latest by drain_ms_max."""
+        if not self._core.draining:
+            self._core.draining = True
+            self._drain_end_s = now_s + self._core.limits.drain_ms_max / 1e3
+
+    def drained(self) -> bool:
+        """Whether no job, no unacknowledged outcome and no promised load is left."""
+        return not self._anything_open()
+
+    def check(self) -> list[str]:
+        """All violations, the pool's included: for tests and for the idle sidecar."""
+        core = self._core
+        return [
+            *core.ledger.integrity(self._jobs.open_parts().keys()),
+            *core.admissions.check(),
+            *self._jobs.desk.check(),
+            *core.pool.check(),
+        ]
+
+    def snapshot(self) -> PipelineSnapshot:
+        """Return a reading of everything that is counted here."""
+        core, lookups = self._core, self._probes.counters
+        kinds = Counter(part.run.work.kind for part in self._jobs.open_parts().values())
+        return PipelineSnapshot(
+            draining=core.draining,
+            jobs_open={"load": kinds["load"], "save": kinds["save"]},
+            leases=len(core.leases),
+            leased_entries=core.leases.entry_count(),
+            admissions=core.admissions.count(),
+            key_bytes=core.admissions.key_bytes,
+            outcomes_unacked=len(core.outbox),
+            tombstones=core.tombstones.count(),
+            ledger=core.ledger.totals(),
+            sessions=core.ledger.sessions(),
+            outcomes_resent=core.outbox.resent,
+            probes=lookups.probes,
+            asks=lookups.asks,
+            need_full=lookups.need_full,
+            hit_requests=lookups.hit_requests,
+            missed_requests=lookups.missed_requests,
+            hit_tokens=lookups.hit_tokens,
+            missed_tokens=lookups.missed_tokens,
+            declines={str(reason): count for reason, count in core.declines.items()},
+            skips={str(reason): count for reason, count in core.skips.items()},
+            idle_falls=core.leases.idle_falls,
+            beat_falls=core.leases.beat_falls,
+            admissions_dropped=core.admissions.dropped,
+            tombstone_collapses=core.tombstones.collapses,
+            violations=list(self._violations),
+        )

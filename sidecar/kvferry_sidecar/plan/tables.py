@@ -1,0 +1,78 @@
+"""Block tables of a job: cut the raw frame, pick the blocks that a mask names.
+
+Full tables are indexed by chunk, so expansion is a lookup; nothing is ever guessed from the
+length of a table. Block id 0 is vLLM's null block and never the end of a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from kvferry_connector.wire.hot import TableSlice
+from numpy.typing import NDArray
+
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a job's tables or hashes cannot be used."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Block ids (count,) int32 of the chunks from ``start`` on, of one group."""
+
+    group: int
+    start: int
+    ids: NDArray[np.int32]
+
+
+def read_tables(slices: Sequence[TableSlice], raw: bytes) -> dict[int, Table] | Fault:
+    """Cut the raw table frame into one table per group."""
+    tables: dict[int, Table] = {}
+    at = 0
+    for piece in slices:
+        if piece.start < 0 or piece.count < 0:
+            return Fault(f"group {piece.group}: slice {piece.start}+{piece.count}")
+        if piece.group in tables:
+            return Fault(f"group {piece.group} has two slices")
+        end = at + piece.count * _ID_BYTES
+        if end > len(raw):
+            return Fault(f"the slices name more ids than the {len(raw)} bytes hold")
+        ids = np.frombuffer(raw, dtype="<i4", count=piece.count, offset=at)
+        tables[piece.group] = Table(piece.group, piece.start, ids.astype(np.int32, copy=False))
+        at = end
+    if at != len(raw):
+        return Fault(f"the slices name {at} bytes of ids, the frame has {len(raw)}")
+    return tables
+
+
+def pick_blocks(
+    tables: Mapping[int, Table], group: int, chunks: NDArray[np.int64], num_blocks: int
+) -> NDArray[np.int32] | Fault:
+    """Return the block id of each chunk (n,), every one in ``1 .. num_blocks - 1``."""
+    if not len(chunks):
+        return np.empty(0, dtype=np.int32)
+    table = tables.get(group)
+    if table is None:
+        return Fault(f"group {group} has no table")
+    first, last = int(chunks[0]), int(chunks[-1])
+    if first < table.start or last >= table.start + len(table.ids):
+        return Fault(
+            f"group {group}: chunks {first}..{last} are needed, the table covers "
+            f"{table.start}..{table.start + len(table.ids) - 1}"
+        )
+    blocks = table.ids[chunks - table.start]
+    wrong = np.flatnonzero((blocks < 1) | (blocks >= num_blocks))
+    if len(wrong):
+        at = int(wrong[0])
+        return Fault(
+            f"group {group}: chunk {int(chunks[at])} has block {int(blocks[at])}, "
+            f"not one of 1..{num_blocks - 1}"
+        )
+    return blocks

@@ -1,0 +1,1 @@
+"""The stages of the pipeline: probes, jobs, loads, saves, copies."""

@@ -1,0 +1,89 @@
+"""What every stage shares: the services it calls, and the counters of what it declined."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry_connector.wire.hot import Error, FromSidecar
+
+from kvferry_sidecar.engines.base import CopyEngine
+from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.outcomes.ledger import Ledger
+from kvferry_sidecar.outcomes.reasons import EXPLANATIONS, Decline, Reason
+from kvferry_sidecar.outcomes.tombstones import Tombstones
+from kvferry_sidecar.sessions.admissions import Admissions
+from kvferry_sidecar.sessions.leases import LeaseTable
+from kvferry_sidecar.sessions.model import Peer, Session, SessionKey
+from kvferry_sidecar.stages.outbox import Outbox
+from kvferry_sidecar.stages.shape import SessionShape, session_shape
+from kvferry_sidecar.tiers.host import HostTier
+
+
+class Log(Protocol):
+    """The part of a structlog logger that is used here."""
+
+    def debug(self, event: str, **facts: object) -> object:
+        """Of interest while searching a fault."""
+
+    def info(self, event: str, **facts: object) -> object:
+        """Of interest always."""
+
+    def warning(self, event: str, **facts: object) -> object:
+        """Something was declined or failed."""
+
+    def error(self, event: str, **facts: object) -> object:
+        """A bug."""
+
+
+@dataclass(slots=True)
+class Core:
+    """Services and tables of the pipeline; owned by the control loop."""
+
+    pool: HostTier
+    copies: CopyEngine
+    send: Callable[[Peer, FromSidecar], None]
+    namespace_of: Callable[[Session, bytes], bytes | None]
+    limits: Limits
+    log: Log
+    ledger: Ledger
+    outbox: Outbox
+    tombstones: Tombstones
+    admissions: Admissions
+    leases: LeaseTable
+    draining: bool = False
+    declines: Counter[Reason] = field(default_factory=Counter)
+    skips: Counter[Reason] = field(default_factory=Counter)
+    _shapes: dict[SessionKey, SessionShape] = field(default_factory=dict)
+
+    def shape(self, session: Session) -> SessionShape | None:
+        """Return the session's groups and shards; None until every local rank registered."""
+        if not session.ready:
+            return None
+        shape = self._shapes.get(session.key)
+        if shape is None:
+            shape = session_shape(session)
+            if shape is not None:
+                self._shapes[session.key] = shape
+        return shape
+
+    def forget_shape(self, session: Session) -> None:
+        """Its ranks changed: work it out again when it is needed."""
+        self._shapes.pop(session.key, None)
+
+    def refuse_frame(
+        self, peer: Peer, decline: Decline, *, job: int = 0, admission: int = 0
+    ) -> None:
+        """Answer a message that cannot be taken, and count it."""
+        self.declines[decline.reason] += 1
+        self.log.warning(
+            "message refused",
+            reason=str(decline.reason),
+            detail=decline.detail,
+            engine=peer.session.key.engine_id,
+            rank=peer.rank,
+        )
+        remedy = EXPLANATIONS[decline.reason].remedy
+        self.send(peer, Error(str(decline.reason), decline.detail, remedy, job, admission))

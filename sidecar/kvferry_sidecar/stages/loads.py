@@ -1,0 +1,171 @@
+"""Load jobs: a leased prefix is scattered into the engine's blocks and verified on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from kvferry_connector.wire.hot import JobStatusName, LoadJob
+from kvferry_connector.wire.names import BOUND_STEP_OFFSET
+from numpy.typing import NDArray
+
+from kvferry_sidecar.engines.base import CopyStatus, Direction, Extents
+from kvferry_sidecar.masks.load import load_chunks
+from kvferry_sidecar.outcomes.reasons import Decline, Reason
+from kvferry_sidecar.plan.tables import Fault, pick_blocks, read_tables
+from kvferry_sidecar.sessions.leases import Lease, LeaseKey
+from kvferry_sidecar.sessions.model import Peer, Session
+from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
+from kvferry_sidecar.stages.shape import GroupShape, SessionShape
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupLoad:
+    shape: GroupShape
+    chunks: NDArray[np.int64]
+    entries: NDArray[np.uint32]
+    blocks: NDArray[np.int32]
+    offsets: NDArray[np.uint64]  # of the whole stripes; a rank adds that of its shard
+    seeds: NDArray[np.uint32]
+
+
+def open_load(
+    core: Core, session: Session, shape: SessionShape, job: LoadJob, raw: list[bytes]
+) -> LoadWork | Decline:
+    """Check a load against its lease and tables; from then on the job owns the lease."""
+    if len(raw) != 1:
+        return Decline(Reason.FRAMES, f"a load has 1 raw frame, {len(raw)} came")
+    lease = core.leases.get(LeaseKey(session.life, job.admission))
+    if lease is None or lease.job is not None:
+        what = "no lease" if lease is None else f"the lease of job {lease.job}"
+        return Decline(Reason.LEASE, f"admission {job.admission} has {what}")
+    if job.version != lease.version:
+        return Decline(Reason.VERSION, "the lease was given under another namespace version")
+    if not lease.local_tokens <= job.local_tokens <= job.total_tokens <= lease.total_tokens:
+        span = f"({job.local_tokens}, {job.total_tokens}]"
+        leased = f"({lease.local_tokens}, {lease.total_tokens}]"
+        return Decline(Reason.LEASE, f"tokens {span} are not within the lease {leased}")
+    tables = read_tables(job.tables, raw[0])
+    if isinstance(tables, Fault):
+        return Decline(Reason.TABLES, tables.text)
+    if unknown := set(tables) - {g.group for g in shape.groups}:
+        return Decline(Reason.TABLES, f"groups {sorted(unknown)} do not exist")
+    groups = []
+    for shaped in shape.stored_groups():
+        chunks = load_chunks(
+            shaped.kind,
+            local_tokens=job.local_tokens,
+            total_tokens=job.total_tokens,
+            block_tokens=shaped.block_tokens,
+        )
+        entries = _leased_entries(lease, shaped.group, chunks)
+        if entries is None:
+            return Decline(Reason.LEASE, f"group {shaped.group}: a chunk is not leased")
+        blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
+        if isinstance(blocks, Fault):
+            return Decline(Reason.TABLES, blocks.text)
+        offsets, seeds = core.pool.payload_offsets(entries), core.pool.seeds(entries)
+        groups.append(_GroupLoad(shaped, chunks, entries, blocks, offsets, seeds))
+    lease.job = job.job
+    return LoadWork(core, shape, lease, job, groups)
+
+
+class LoadWork:
+    """An open load. Owns its lease until every local rank is terminal."""
+
+    kind = "load"
+    fence_offset = BOUND_STEP_OFFSET
+
+    def __init__(
+        self,
+        core: Core,
+        shape: SessionShape,
+        lease: Lease,
+        job: LoadJob,
+        groups: list[_GroupLoad],
+    ) -> None:
+        self._core = core
+        self._shape = shape
+        self._lease = lease
+        self._job = job
+        self._groups = groups
+
+    def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
+        """One verified scatter per group that this rank holds layers of."""
+        assert peer.geometry is not None, "the session's shape needs every rank's geometry"
+        planned = []
+        for index, load in enumerate(self._groups):
+            shard = load.shape.stripe.shards[rank_index]
+            layout = _layout(peer, load.shape.group)
+            if shard is None or layout is None or not len(load.entries):
+                continue
+            offset = np.uint64(load.shape.stripe.offsets[rank_index])
+            expected, _ = self._core.pool.crcs(load.entries, shard)
+            extents = Extents(
+                layout=layout,
+                blocks=load.blocks,
+                pool_offsets=load.offsets + offset,
+                seeds=load.seeds,
+                expected=expected,
+                crc=True,
+            )
+            planned.append(PlannedCopy(index, Direction.SCATTER, extents))
+        return planned
+
+    def conclude(self, part: Part) -> End:
+        """Done, or failed with the longest shorter prefix that is still complete."""
+        worst = max((result.status for _, result in part.results), default=CopyStatus.DONE)
+        if worst is CopyStatus.DONE and len(part.results) == len(part.copies):
+            return End(JobStatusName.DONE, Reason.NONE)
+        bad = [
+            (planned.group_index, result.bad_index)
+            for planned, result in part.results
+            if result.status is CopyStatus.CHECKSUM
+        ]
+        if bad:
+            return self._corrupt(bad)
+        if worst is CopyStatus.FAILED:
+            return End(JobStatusName.FAILED, Reason.COPY_FAILED)
+        return part.stop or End(JobStatusName.FAILED, Reason.COPY_FAILED)
+
+    def settle(self, run: JobRun) -> None:  # noqa: ARG002 - the same for every end of a load
+        """All ranks are terminal: nobody reads the entries for this job any more."""
+        self._core.leases.drop(self._lease)
+
+    def _corrupt(self, bad: list[tuple[int, int]]) -> End:
+        """Doom the chunks whose bytes differ; what lies before the first of them is good."""
+        shorter = self._job.total_tokens
+        for group_index, bad_index in bad:
+            load = self._groups[group_index]
+            self._core.pool.doom(load.entries[bad_index : bad_index + 1])
+            shorter = min(shorter, int(load.chunks[bad_index]) * load.shape.block_tokens)
+            self._core.log.error(
+                "checksum mismatch",
+                job=self._job.job,
+                group=load.shape.group,
+                chunk=int(load.chunks[bad_index]),
+            )
+        alignment = self._shape.alignment_tokens
+        return End(JobStatusName.FAILED, Reason.CHECKSUM, shorter // alignment * alignment)
+
+
+def _leased_entries(
+    lease: Lease, group: int, chunks: NDArray[np.int64]
+) -> NDArray[np.uint32] | None:
+    """Return the lease's entries of these chunks (ascending), or None when one is missing."""
+    for leased in lease.groups:
+        if leased.group == group:
+            at = np.searchsorted(leased.chunks, chunks)
+            inside = at < len(leased.chunks)
+            if inside.all() and np.array_equal(leased.chunks[at], chunks):
+                return leased.entries[at]
+    return None
+
+
+def _layout(peer: Peer, group: int) -> object | None:
+    assert peer.geometry is not None
+    for held in peer.geometry.groups:
+        if held.group == group:
+            return held.layout
+    return None

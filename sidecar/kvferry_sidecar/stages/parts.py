@@ -1,0 +1,122 @@
+"""A job in the sidecar, and each rank's part of it.
+
+Ownership, in one place:
+
+* engine blocks belong to a part from its copies' submission until the last of them was collected;
+* pool entries belong to the job's work (a load's lease, a save's reservation) until every local
+  rank is terminal: its part ended, or it can never start any more (``absent``);
+* a part ends once. Cancelling, deadlines and deaths only ask its copies to stop.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry_connector.wire.hot import Job, JobStatusName
+
+from kvferry_sidecar.engines.base import CopyResult, Direction, Extents
+from kvferry_sidecar.outcomes.ledger import PartKey
+from kvferry_sidecar.outcomes.reasons import Reason
+from kvferry_sidecar.sessions.model import Peer, Session
+
+
+class PartState(enum.Enum):
+    """Where a part is on its way."""
+
+    FENCE = "fence"  # waits for the engine's step
+    QUEUED = "queued"  # waits for its turn at the copy engine
+    COPYING = "copying"  # the copy engine owns its memory
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCopy:
+    """One group's copy of one rank; ``group_index`` counts the groups of the job's work."""
+
+    group_index: int
+    direction: Direction
+    extents: Extents
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a part ended."""
+
+    status: JobStatusName
+    reason: Reason
+    shorter_tokens: int = 0
+
+
+class Work(Protocol):
+    """What a kind of job does: loads.py and saves.py."""
+
+    kind: str
+    fence_offset: int
+
+    def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
+        """Return this rank's copies; none means its part is done at once."""
+
+    def conclude(self, part: Part) -> End:
+        """All copies of the part stopped: say how it ended."""
+
+    def settle(self, run: JobRun) -> None:
+        """Every local rank is terminal: give up or publish the pool entries."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One rank of one job."""
+
+    run: JobRun
+    peer: Peer
+    rank_index: int
+    accepted_s: float
+    deadline_s: float
+    copies: list[PlannedCopy]
+    state: PartState = PartState.FENCE
+    running: int = 0
+    results: list[tuple[PlannedCopy, CopyResult]] = field(default_factory=list)
+    stop: End | None = None  # how it ends if its copies did not finish by themselves
+    end: End | None = None
+    peer_gone: bool = False
+
+    @property
+    def key(self) -> PartKey:
+        """Name of this part everywhere."""
+        return PartKey(self.peer.generation, self.run.job.job)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes its copies moved, also when they failed."""
+        return sum(result.moved_bytes for _, result in self.results)
+
+
+@dataclass(slots=True, eq=False)
+class JobRun:
+    """One job over all local ranks of its session."""
+
+    session: Session
+    job: Job
+    ranks: tuple[int, ...]
+    work: Work
+    opened_s: float
+    digest: bytes = b""  # over the frames: the other ranks must bring the same
+    parts: dict[int, Part] = field(default_factory=dict)  # by rank
+    absent: dict[int, Reason] = field(default_factory=dict)  # ranks that never start
+
+    def missing(self) -> list[int]:
+        """Ranks that may still submit."""
+        return [r for r in self.ranks if r not in self.parts and r not in self.absent]
+
+    def decided(self) -> bool:
+        """Whether every local rank is terminal."""
+        return not self.missing() and all(part.end is not None for part in self.parts.values())
+
+    def all_done(self) -> bool:
+        """Whether every local rank ended as done."""
+        return not self.absent and all(
+            part.end is not None and part.end.status is JobStatusName.DONE
+            for part in self.parts.values()
+        )

@@ -1,0 +1,338 @@
+"""Lookups: hashes become keys, keys a hint, an ask a lease.
+
+A lookup never fails: whatever cannot be answered with a hit is answered with 0 and a reason, or
+with NeedFull when the half must send its hashes again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from kvferry_connector.wire.attach import Heartbeat
+from kvferry_connector.wire.hot import Answer, Ask, Hint, NeedFull, Probe, Release
+from numpy.typing import NDArray
+
+from kvferry_sidecar.masks.hit import GroupRun, longest_hit
+from kvferry_sidecar.masks.load import load_chunks
+from kvferry_sidecar.outcomes.reasons import Decline, Reason
+from kvferry_sidecar.plan.chunk_keys import new_keys
+from kvferry_sidecar.sessions.admissions import Admission, Keys
+from kvferry_sidecar.sessions.leases import Lease, LeasedGroup, LeaseKey
+from kvferry_sidecar.sessions.model import Peer, Session
+from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.shape import SessionShape
+
+TIER = "host"
+_hash_bytes_max = 64
+
+
+@dataclass(slots=True)
+class LookupCounters:
+    """Of first answers: one per admission, so that asking again counts nothing."""
+
+    probes: int = 0
+    asks: int = 0
+    need_full: int = 0
+    hit_requests: int = 0
+    missed_requests: int = 0
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+
+
+class Probes:
+    """Admissions and leases of scheduler halves."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.counters = LookupCounters()
+
+    def on_probe(self, peer: Peer, probe: Probe, raw: list[bytes]) -> None:
+        """Learn the keys of a request (or of its new hashes), then push the unleased hint."""
+        self.counters.probes += 1
+        fault = _frame_fault(probe, raw)
+        if fault is not None:
+            decline = Decline(Reason.FRAMES, fault)
+            self._core.refuse_frame(peer, decline, admission=probe.admission)
+            return
+        found = self._learn(peer, probe, raw[0])
+        if isinstance(found, NeedFull):
+            self.counters.need_full += 1
+            self._core.send(peer, found)
+            return
+        hit_tokens = 0
+        if isinstance(found, Reason):
+            self._core.declines[found] += 1
+        else:
+            shape, admission = found
+            hit_tokens = self._hit(shape, admission, admission.num_tokens)
+        self._core.send(peer, Hint(probe.admission, hit_tokens, probe.total))
+
+    def on_ask(self, peer: Peer, ask: Ask, now_s: float) -> None:
+        """Take or confirm the lease of an admission and answer how far it goes."""
+        self.counters.asks += 1
+        if ask.local_tokens < 0:
+            decline = Decline(Reason.FRAMES, f"local_tokens is {ask.local_tokens}")
+            self._core.refuse_frame(peer, decline, admission=ask.admission)
+            return
+        answer = self._answer(peer, ask, now_s)
+        if isinstance(answer, NeedFull):
+            self.counters.need_full += 1
+        self._core.send(peer, answer)
+
+    def on_release(self, peer: Peer, release: Release) -> None:
+        """Forget admissions; a lease that a job owns stays with the job."""
+        life = peer.session.life
+        for number in release.admissions:
+            self._core.admissions.drop(life, number)
+            self._core.leases.drop_unowned(LeaseKey(life, number))
+
+    def on_beat(self, peer: Peer, beat: Heartbeat, now_s: float) -> None:
+        """Heal a lost release: what the half no longer counts on falls."""
+        self._core.leases.reconcile(peer.generation, beat.as_of, beat.live, now_s)
+
+    def on_gone(self, peer: Peer) -> None:
+        """The scheduler half is gone: nothing it was promised is needed, except by jobs."""
+        self._core.admissions.drop_generation(peer.generation)
+        self._core.leases.drop_generation(peer.generation)
+
+    # --- probe ------------------------------------------------------------------------------
+
+    def _learn(
+        self, peer: Peer, probe: Probe, hashes: bytes
+    ) -> tuple[SessionShape, Admission] | NeedFull | Reason:
+        session = peer.session
+        closed = self._closed(session)
+        if closed is not None:
+            return closed
+        shape = self._core.shape(session)
+        namespace = self._core.namespace_of(session, probe.version)
+        if shape is None:
+            return Reason.NOT_READY
+        if probe.version != session.version or namespace is None:
+            return Reason.VERSION
+        if probe.total > self._core.limits.hashes_max:
+            return Reason.HASHES_MAX
+        known = self._core.admissions.get(session.life, probe.admission)
+        if not self._continues(session, probe, known, shape):
+            return NeedFull(probe.admission)
+        keys = [
+            new_keys(
+                namespace,
+                g.group,
+                hashes,
+                hashes_per_block=g.hashes_per_block,
+                hash_bytes=probe.hash_bytes,
+                start=probe.start,
+            )
+            for g in shape.stored_groups()
+        ]
+        last_hash = hashes[-probe.hash_bytes :] if hashes else probe.predecessor
+        kept = self._keep(peer, probe, keys, known, last_hash)
+        return kept if isinstance(kept, Reason) else (shape, kept)
+
+    def _continues(
+        self, session: Session, probe: Probe, known: Admission | None, shape: SessionShape
+    ) -> bool:
+        """Whether the probe starts an admission or continues exactly what is known of it.
+
+        After a gap the known prefix stays (it is right, only short); after another chain under
+        the same number nothing of it can be trusted, and it is dropped with its lease.
+        """
+        if probe.total * shape.hash_block_tokens > probe.num_tokens:
+            return False
+        if probe.start == 0:
+            return True
+        if known is None or known.version != probe.version or known.total != probe.start:
+            return False
+        if known.last_hash == probe.predecessor:
+            return True
+        self._core.admissions.drop(session.life, probe.admission)
+        self._core.leases.drop_unowned(LeaseKey(session.life, probe.admission))
+        return False
+
+    def _keep(
+        self,
+        peer: Peer,
+        probe: Probe,
+        keys: list[Keys],
+        known: Admission | None,
+        last_hash: bytes,
+    ) -> Admission | Reason:
+        session, admissions = peer.session, self._core.admissions
+        book = admissions.book(session.life, session.key, peer.generation)
+        bound = admissions.make_room(
+            book,
+            sum(k.nbytes for k in keys),
+            probe.admission,
+            lambda number: self._core.leases.get(LeaseKey(session.life, number)) is not None,
+        )
+        if bound is not None:
+            return Reason.ADMISSIONS_MAX if bound == "admissions" else Reason.KEY_BYTES_MAX
+        if probe.start and known is not None:
+            admissions.extend(known, keys, total=probe.total, last_hash=last_hash)
+            known.num_tokens = probe.num_tokens
+            return known
+        fresh = Admission(
+            probe.admission, probe.version, probe.num_tokens, probe.total, last_hash, keys
+        )
+        if known is not None and not _same_prefix(known, fresh):
+            self._core.leases.drop_unowned(LeaseKey(session.life, probe.admission))
+        admissions.put(book, fresh)
+        return fresh
+
+    # --- ask --------------------------------------------------------------------------------
+
+    def _answer(self, peer: Peer, ask: Ask, now_s: float) -> Answer | NeedFull:
+        session = peer.session
+        key = LeaseKey(session.life, ask.admission)
+        closed = self._closed(session)
+        shape = self._core.shape(session)
+        if closed is not None or shape is None:
+            return self._nothing(key, ask, closed or Reason.NOT_READY)
+        admission = self._core.admissions.get(*key)
+        if admission is None:
+            return NeedFull(ask.admission)
+        if admission.version != session.version:
+            return self._nothing(key, ask, Reason.VERSION)
+        lease = self._core.leases.get(key)
+        if lease is not None and lease.job is not None:
+            return Answer(
+                ask.admission,
+                ask.seq,
+                min(lease.total_tokens, ask.local_tokens),
+                {},
+                Reason.LEASE_BUSY,
+            )
+        if lease is not None:
+            same = lease.local_tokens == ask.local_tokens and lease.total_tokens <= ask.max_tokens
+            if same:
+                self._core.leases.confirm(lease, ask.seq, now_s)
+                return self._leased(ask, lease)
+            self._core.leases.drop(lease)
+        return self._fresh_answer(peer, shape, admission, ask, now_s)
+
+    def _fresh_answer(
+        self, peer: Peer, shape: SessionShape, admission: Admission, ask: Ask, now_s: float
+    ) -> Answer:
+        hit_tokens = self._hit(shape, admission, ask.max_tokens)
+        taken: list[LeasedGroup] | Reason | None = None
+        while hit_tokens > ask.local_tokens:
+            taken = self._take(peer.session, shape, admission, (ask.local_tokens, hit_tokens))
+            if taken is not None:
+                break
+            # Counted but not leased: take what a shorter hit allows.
+            hit_tokens = self._hit(shape, admission, hit_tokens - 1)
+        if isinstance(taken, list):
+            lease = Lease(
+                key=LeaseKey(peer.session.life, ask.admission),
+                session=peer.session.key,
+                generation=peer.generation,
+                version=admission.version,
+                local_tokens=ask.local_tokens,
+                total_tokens=hit_tokens,
+                groups=tuple(taken),
+                seq=ask.seq,
+                touched_s=now_s,
+            )
+            self._core.leases.add(lease)
+            answer = self._leased(ask, lease)
+        elif taken is not None:
+            self._core.declines[taken] += 1
+            answer = Answer(ask.admission, ask.seq, ask.local_tokens, {}, taken)
+        else:
+            reason = Reason.ABSENT if hit_tokens < ask.max_tokens else Reason.NONE
+            answer = Answer(ask.admission, ask.seq, hit_tokens, {}, reason)
+        self._count(admission, ask, answer)
+        return answer
+
+    def _take(
+        self, session: Session, shape: SessionShape, admission: Admission, span: tuple[int, int]
+    ) -> list[LeasedGroup] | Reason | None:
+        """Lease the chunks of all groups for the tokens ``(local, total]``, or none of them.
+
+        None when an entry that was counted could not be leased.
+        """
+        wanted = [
+            load_chunks(
+                g.kind, local_tokens=span[0], total_tokens=span[1], block_tokens=g.block_tokens
+            )
+            for g in shape.stored_groups()
+        ]
+        held = self._core.leases.entry_count(session.key)
+        if held + sum(map(len, wanted)) > self._core.limits.leases_max:
+            return Reason.LEASES_MAX
+        taken = []
+        short = False
+        for g, chunks, keys in zip(shape.stored_groups(), wanted, admission.keys, strict=True):
+            entries = self._core.pool.lease(keys[chunks])
+            taken.append(LeasedGroup(g.group, chunks, entries))
+            short = short or len(entries) < len(chunks)
+        if short:
+            for group in taken:
+                self._core.pool.release(group.entries)
+            return None
+        return taken
+
+    def _leased(self, ask: Ask, lease: Lease) -> Answer:
+        reason = Reason.ABSENT if lease.total_tokens < ask.max_tokens else Reason.NONE
+        sources = {TIER: lease.total_tokens - lease.local_tokens}
+        return Answer(ask.admission, ask.seq, lease.total_tokens, sources, reason)
+
+    def _nothing(self, key: LeaseKey, ask: Ask, reason: Reason) -> Answer:
+        """Answer 0: the half counts on nothing after it, so an unowned lease falls."""
+        self._core.leases.drop_unowned(key)
+        self._core.declines[reason] += 1
+        return Answer(ask.admission, ask.seq, 0, {}, reason)
+
+    # --- both -------------------------------------------------------------------------------
+
+    def _closed(self, session: Session) -> Reason | None:
+        if self._core.draining:
+            return Reason.DRAINING
+        return None if session.ready else Reason.NOT_READY
+
+    def _hit(self, shape: SessionShape, admission: Admission, max_tokens: int) -> int:
+        runs = [
+            GroupRun(g.kind, g.block_tokens, self._core.pool.prefix(keys))
+            for g, keys in zip(shape.stored_groups(), admission.keys, strict=True)
+        ]
+        return longest_hit(runs, max_tokens=max_tokens, alignment_tokens=shape.alignment_tokens)
+
+    def _count(self, admission: Admission, ask: Ask, answer: Answer) -> None:
+        if admission.answered:
+            return
+        admission.answered = True
+        reached = max(ask.local_tokens, answer.hit_tokens)
+        hit_tokens = reached - ask.local_tokens
+        self.counters.hit_requests += 1 if hit_tokens else 0
+        self.counters.missed_requests += 0 if hit_tokens else 1
+        self.counters.hit_tokens += hit_tokens
+        self.counters.missed_tokens += max(0, ask.max_tokens - reached)
+        if answer.reason == Reason.ABSENT:
+            self._core.declines[Reason.ABSENT] += 1
+
+
+def _frame_fault(probe: Probe, raw: list[bytes]) -> str | None:
+    """Return why body and raw frame do not belong together, or None."""
+    if len(raw) != 1:
+        return f"a probe has 1 raw frame, {len(raw)} came"
+    if not 1 <= probe.hash_bytes <= _hash_bytes_max:
+        return f"hash_bytes {probe.hash_bytes} is not in 1..{_hash_bytes_max}"
+    if not 0 <= probe.start <= probe.total:
+        return f"hashes {probe.start}..{probe.total} are no range"
+    expected = (probe.total - probe.start) * probe.hash_bytes
+    if len(raw[0]) != expected:
+        return f"{len(raw[0])} bytes of hashes came, {expected} were announced"
+    return None
+
+
+def _same_prefix(known: Admission, fresh: Admission) -> bool:
+    """Whether all known keys (and so a lease on them) are those of the fresh probe too."""
+    return known.version == fresh.version and all(
+        _starts_with(new, old) for old, new in zip(known.keys, fresh.keys, strict=True)
+    )
+
+
+def _starts_with(longer: NDArray[np.uint8], shorter: NDArray[np.uint8]) -> bool:
+    return len(longer) >= len(shorter) and np.array_equal(longer[: len(shorter)], shorter)

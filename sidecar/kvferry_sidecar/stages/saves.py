@@ -1,0 +1,222 @@
+"""Save jobs: new chunks are gathered into reserved slots and published for all ranks at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from kvferry_connector.wire.hot import JobStatusName, SaveJob
+from kvferry_connector.wire.names import DONE_STEP_OFFSET
+from numpy.typing import NDArray
+
+from kvferry_sidecar.engines.base import CopyStatus, Direction, Extents
+from kvferry_sidecar.masks.store import store_chunks
+from kvferry_sidecar.outcomes.reasons import Decline, Reason
+from kvferry_sidecar.plan.chunk_keys import keys_of_chunks
+from kvferry_sidecar.plan.tables import Fault, Table, pick_blocks, read_tables
+from kvferry_sidecar.sessions.model import Peer, Session
+from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
+from kvferry_sidecar.stages.shape import GroupShape, SessionShape
+
+_hash_bytes_max = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    shape: GroupShape
+    keys: NDArray[np.uint8]
+    blocks: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupSave:
+    shape: GroupShape
+    entries: NDArray[np.uint32]
+    blocks: NDArray[np.int32]
+    offsets: NDArray[np.uint64]  # of the whole stripes; a rank adds that of its shard
+    seeds: NDArray[np.uint32]
+
+
+def open_save(
+    core: Core, session: Session, shape: SessionShape, job: SaveJob, raw: list[bytes]
+) -> SaveWork | Decline:
+    """Check a save, then reserve a slot for every chunk that is not there yet."""
+    namespace = core.namespace_of(session, job.version)
+    if namespace is None:
+        return Decline(Reason.VERSION, "the namespace version is not known")
+    fault = _form_fault(job, raw, shape, core.limits.hashes_max)
+    if fault is not None:
+        return fault
+    tables = read_tables(job.tables, raw[0])
+    if isinstance(tables, Fault):
+        return Decline(Reason.TABLES, tables.text)
+    if unknown := set(tables) - {g.group for g in shape.groups}:
+        return Decline(Reason.TABLES, f"groups {sorted(unknown)} do not exist")
+    plans = []
+    for shaped in shape.stored_groups():
+        if shaped.save_rule != "all":
+            continue
+        plan = _plan_group(shaped, namespace, job, (tables, raw[1]))
+        if isinstance(plan, Decline):
+            return plan
+        plans.append(plan)
+    return _reserve_all(core, plans)
+
+
+class SaveWork:
+    """An open save. Owns its reserved slots until every local rank is terminal."""
+
+    kind = "save"
+    fence_offset = DONE_STEP_OFFSET
+
+    def __init__(self, core: Core, groups: list[_GroupSave]) -> None:
+        self._core = core
+        self._groups = groups
+
+    def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
+        """One gather per group that this rank holds layers of and that has new chunks."""
+        assert peer.geometry is not None, "the session's shape needs every rank's geometry"
+        layouts = {held.group: held.layout for held in peer.geometry.groups}
+        planned = []
+        for index, save in enumerate(self._groups):
+            layout = layouts[save.shape.group]
+            if layout is None or not len(save.entries):
+                continue
+            offset = np.uint64(save.shape.stripe.offsets[rank_index])
+            extents = Extents(
+                layout=layout,
+                blocks=save.blocks,
+                pool_offsets=save.offsets + offset,
+                seeds=save.seeds,
+                expected=None,
+                crc=True,
+            )
+            planned.append(PlannedCopy(index, Direction.GATHER, extents))
+        return planned
+
+    def conclude(self, part: Part) -> End:
+        """Done when every copy is; a save has no partial success."""
+        worst = max((result.status for _, result in part.results), default=CopyStatus.DONE)
+        if worst is CopyStatus.DONE and len(part.results) == len(part.copies):
+            return End(JobStatusName.DONE, Reason.NONE)
+        if worst is CopyStatus.CANCELLED or worst is CopyStatus.DONE:
+            return part.stop or End(JobStatusName.FAILED, Reason.COPY_FAILED)
+        return End(JobStatusName.FAILED, Reason.COPY_FAILED)
+
+    def settle(self, run: JobRun) -> None:
+        """Publish the stripes when all ranks are done, else give the slots back."""
+        whole = run.all_done()
+        if whole:
+            for part in run.parts.values():
+                self._store_crcs(part)
+        for save in self._groups:
+            if not len(save.entries):
+                continue
+            if whole:
+                self._core.pool.commit(save.entries)
+            else:
+                self._core.pool.abort(save.entries)
+
+    def _store_crcs(self, part: Part) -> None:
+        for planned, result in part.results:
+            save = self._groups[planned.group_index]
+            shard = save.shape.stripe.shards[part.rank_index]
+            assert shard is not None, "a copy exists only for a rank with a shard"
+            assert result.crcs is not None, "gathers are submitted with crc=True"
+            self._core.pool.set_crcs(save.entries, shard, result.crcs)
+
+
+def _form_fault(
+    job: SaveJob, raw: list[bytes], shape: SessionShape, hashes_max: int
+) -> Decline | None:
+    """Return why the job's own numbers do not fit, or None."""
+    if len(raw) != 2:
+        return Decline(Reason.FRAMES, f"a save has 2 raw frames, {len(raw)} came")
+    if not 1 <= job.hash_bytes <= _hash_bytes_max or len(raw[1]) % job.hash_bytes:
+        return Decline(
+            Reason.HASHES, f"{len(raw[1])} bytes are no hashes of {job.hash_bytes} bytes"
+        )
+    if not 0 <= job.start_tokens <= job.end_tokens or job.first_hash < 0:
+        span = f"({job.start_tokens}, {job.end_tokens}] from hash {job.first_hash}"
+        return Decline(Reason.TABLES, f"tokens {span} are no range")
+    if job.first_hash + len(raw[1]) // job.hash_bytes > hashes_max:
+        return Decline(Reason.HASHES_MAX, f"hashes from {job.first_hash} on end over the bound")
+    kinds = {g.group: g for g in shape.groups}
+    for hand_off in job.hand_offs:
+        shaped = kinds.get(hand_off.group)
+        if shaped is None or not 1 <= hand_off.block < shaped.num_blocks:
+            what = f"block {hand_off.block} of group {hand_off.group}"
+            return Decline(Reason.TABLES, f"hand-off of {what}, which does not exist")
+        if shaped.save_rule != "hand-offs":
+            return Decline(Reason.TABLES, f"group {hand_off.group} takes no hand-offs")
+    return None
+
+
+def _plan_group(
+    shaped: GroupShape,
+    namespace: bytes,
+    job: SaveJob,
+    bulk: tuple[dict[int, Table], bytes],
+) -> _GroupPlan | Decline:
+    tables, hashes = bulk
+    covered = (job.first_hash + len(hashes) // job.hash_bytes) // shaped.hashes_per_block
+    if job.end_tokens > covered * shaped.block_tokens:
+        return Decline(
+            Reason.HASHES, f"group {shaped.group}: the hashes end before token {job.end_tokens}"
+        )
+    chunks = store_chunks(
+        shaped.kind,
+        start_tokens=job.start_tokens,
+        end_tokens=job.end_tokens,
+        block_tokens=shaped.block_tokens,
+    )
+    if not len(chunks):
+        return _GroupPlan(shaped, np.empty((0, 16), np.uint8), np.empty(0, np.int32))
+    blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
+    if isinstance(blocks, Fault):
+        return Decline(Reason.TABLES, blocks.text)
+    keys = keys_of_chunks(
+        namespace,
+        shaped.group,
+        hashes,
+        chunks,
+        hashes_per_block=shaped.hashes_per_block,
+        hash_bytes=job.hash_bytes,
+        first_hash=job.first_hash,
+    )
+    if isinstance(keys, Fault):
+        return Decline(Reason.HASHES, keys.text)
+    return _GroupPlan(shaped, keys, blocks)
+
+
+def _reserve_all(core: Core, plans: list[_GroupPlan]) -> SaveWork | Decline:
+    """Reserve for every group, or for none when a stripe is larger than the pool can hold."""
+    taken: list[_GroupSave] = []
+    for plan in plans:
+        try:
+            taken.append(_reserve(core, plan))
+        except ValueError as error:
+            for save in taken:
+                core.pool.abort(save.entries)
+            return Decline(Reason.STRIPE_BYTES, f"group {plan.shape.group}: {error}")
+    return SaveWork(core, taken)
+
+
+def _reserve(core: Core, plan: _GroupPlan) -> _GroupSave:
+    stripe = plan.shape.stripe
+    pool = core.pool
+    if not len(plan.keys):
+        none = np.empty(0, np.uint32)
+        return _GroupSave(plan.shape, none, plan.blocks, np.empty(0, np.uint64), none)
+    taken = pool.reserve(plan.keys, stripe.payload_bytes, stripe.shard_count)
+    core.skips[Reason.STORED] += taken.stored
+    core.skips[Reason.BEING_WRITTEN] += taken.being_written
+    core.skips[Reason.POOL_FULL] += taken.full
+    return _GroupSave(
+        plan.shape,
+        taken.entries,
+        plan.blocks[taken.index],
+        pool.payload_offsets(taken.entries),
+        pool.seeds(taken.entries),
+    )

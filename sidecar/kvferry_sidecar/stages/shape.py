@@ -1,0 +1,76 @@
+"""The shape of a session's objects: its groups, and how their shards lie in a stripe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry_sidecar.plan.shards import StripeShape, stripe_shape
+from kvferry_sidecar.sessions.model import RankGroup, Session
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """One group over all local ranks. ``num_blocks`` is the least of them."""
+
+    group: int
+    kind: str
+    block_tokens: int
+    hashes_per_block: int
+    save_rule: str
+    num_blocks: int
+    stripe: StripeShape
+
+
+@dataclass(frozen=True, slots=True)
+class SessionShape:
+    """Groups in the order of their registration; ``ranks`` ascending, as shards lie."""
+
+    ranks: tuple[int, ...]
+    groups: tuple[GroupShape, ...]
+    hash_block_tokens: int
+    alignment_tokens: int
+
+    def rank_index(self, rank: int) -> int:
+        """Return the position of a rank among the shards."""
+        return self.ranks.index(rank)
+
+    def stored_groups(self) -> tuple[GroupShape, ...]:
+        """Groups that have objects at all."""
+        return tuple(group for group in self.groups if group.save_rule != "none")
+
+
+def session_shape(session: Session) -> SessionShape | None:
+    """Return the shape, or None while a local rank has no geometry.
+
+    Registration has compared the ranks field by field: here the first one speaks for all, and
+    only sizes are read per rank.
+    """
+    ranks = tuple(sorted(session.ranks))
+    geometries = []
+    for rank in ranks:
+        peer = session.workers.get(rank)
+        if peer is None or peer.geometry is None:
+            return None
+        geometries.append(peer.geometry)
+    if not geometries:
+        return None
+    groups = tuple(
+        _group_shape([geometry.groups[i] for geometry in geometries])
+        for i in range(len(geometries[0].groups))
+    )
+    return SessionShape(
+        ranks, groups, geometries[0].hash_block_tokens, max(1, session.alignment_tokens)
+    )
+
+
+def _group_shape(ranks: list[RankGroup]) -> GroupShape:
+    first = ranks[0]
+    return GroupShape(
+        group=first.group,
+        kind=first.kind,
+        block_tokens=first.block_tokens,
+        hashes_per_block=first.hashes_per_block,
+        save_rule=first.save_rule,
+        num_blocks=min(rank.num_blocks for rank in ranks),
+        stripe=stripe_shape([rank.payload_bytes for rank in ranks]),
+    )

@@ -1,0 +1,111 @@
+"""The host tier: committed chunk stripes in the shared-memory pool.
+
+Thin and typed: the native Pool holds index, slots and states; this class gives the sidecar the
+few words it needs and turns the reserve codes into names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from kvferry_native import Pool, PoolStats
+from numpy.typing import NDArray
+
+Keys = NDArray[np.uint8]  # (n, 16)
+Entries = NDArray[np.uint32]  # (n,)
+
+_STORED = -1
+_BEING_WRITTEN = -2
+_FULL = -3
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What became of n keys: ``index`` (m,) of those reserved, with their ``entries`` (m,)."""
+
+    index: NDArray[np.int64]
+    entries: Entries
+    stored: int
+    being_written: int
+    full: int
+
+
+class HostTier:
+    """One pool. Not thread safe: the control loop owns it."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.slab_bytes = pool.slab_bytes
+        self.address = pool.address
+
+    def prefix(self, keys: Keys) -> int:
+        """Number of leading keys that are ready."""
+        return self._pool.prefix(keys)
+
+    def lease(self, keys: Keys) -> Entries:
+        """Lease the leading ready keys; no longer than ``keys``."""
+        return self._pool.lease(keys)
+
+    def release(self, entries: Entries) -> None:
+        """Undo one lease of each."""
+        self._pool.release(entries)
+
+    def reserve(self, keys: Keys, payload_bytes: int, shards: int) -> Reservation:
+        """Take a slot for every key that is not there yet.
+
+        ``payload_bytes`` is the whole stripe. ValueError when it exceeds a slab.
+        """
+        codes = self._pool.reserve(keys, payload_bytes, shards)
+        index = np.flatnonzero(codes >= 0)
+        return Reservation(
+            index=index,
+            entries=codes[index].astype(np.uint32),
+            stored=int(np.count_nonzero(codes == _STORED)),
+            being_written=int(np.count_nonzero(codes == _BEING_WRITTEN)),
+            full=int(np.count_nonzero(codes == _FULL)),
+        )
+
+    def payload_offsets(self, entries: Entries) -> NDArray[np.uint64]:
+        """Bytes from the pool's start to each payload."""
+        return self._pool.payload_offsets(entries)
+
+    def seeds(self, entries: Entries) -> NDArray[np.uint32]:
+        """CRC seed of each entry, from its key."""
+        return self._pool.seeds(entries)
+
+    def crcs(self, entries: Entries, shard: int) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+        """Stored CRC32C of one shard of each entry, and whether one is stored."""
+        return self._pool.crcs(entries, shard)
+
+    def set_crcs(self, entries: Entries, shard: int, crcs: NDArray[np.uint32]) -> None:
+        """Store the CRC32C of one shard of each reserved entry."""
+        self._pool.set_crcs(entries, shard, crcs)
+
+    def commit(self, entries: Entries) -> None:
+        """Make reserved entries visible, in prefix order."""
+        self._pool.commit(entries)
+
+    def abort(self, entries: Entries) -> None:
+        """Give reserved slots back; nothing of them was ever visible."""
+        self._pool.abort(entries)
+
+    def doom(self, entries: Entries) -> None:
+        """Make entries invisible at once; freed with their last lease."""
+        self._pool.doom(entries)
+
+    def clear(self) -> int:
+        """Drop everything that is neither leased nor being written; returns how many."""
+        return self._pool.clear()
+
+    def stats(self) -> PoolStats:
+        """Counters of the pool."""
+        return self._pool.stats()
+
+    def check(self) -> list[str]:
+        """Integrity violations; empty when sound."""
+        return self._pool.check()
+
+    def close(self) -> None:
+        """Unmap the segment; what is committed stays in it."""
+        self._pool.close()

@@ -1,0 +1,175 @@
+"""A pool in plain Python with the native Pool's interface, and a check of its own rules.
+
+Entries live in slots of one slab each; the least recently used ready entry without a lease is
+evicted. Any misuse (commit of a free slot, release without a lease) fails the test at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+
+
+@dataclass
+class Entry:
+    key: bytes
+    slot: int
+    shards: int
+    state: str = "writing"
+    leases: int = 0
+    used: int = 0
+    crcs: dict[int, int] = field(default_factory=dict)
+
+
+class FakePool:
+    def __init__(self, slots: int = 64, slab_bytes: int = 1 << 20) -> None:
+        self.slab_bytes = slab_bytes
+        self.address = 0x1000
+        self._free = list(range(slots))[::-1]
+        self._slots = slots
+        self._index: dict[bytes, int] = {}
+        self._entries: dict[int, Entry] = {}
+        self._next = 1
+        self._clock = 0
+        self.evictions = 0
+
+    def _ready(self, key: bytes) -> int | None:
+        entry = self._index.get(key)
+        return entry if entry is not None and self._entries[entry].state == "ready" else None
+
+    def prefix(self, keys: np.ndarray) -> int:
+        for count, key in enumerate(keys):
+            if self._ready(key.tobytes()) is None:
+                return count
+        return len(keys)
+
+    def present(self, keys: np.ndarray) -> np.ndarray:
+        return np.array([self._ready(key.tobytes()) is not None for key in keys], dtype=np.bool_)
+
+    def lease(self, keys: np.ndarray) -> np.ndarray:
+        ids = [self._index[key.tobytes()] for key in keys[: self.prefix(keys)]]
+        for entry in ids:
+            self._entries[entry].leases += 1
+            self._touch(entry)
+        return np.array(ids, dtype=np.uint32)
+
+    def release(self, entries: np.ndarray) -> None:
+        for number in entries.tolist():
+            entry = self._entries[number]
+            assert entry.leases > 0, f"entry {number} is released without a lease"
+            entry.leases -= 1
+            if entry.state == "doomed" and entry.leases == 0:
+                self._drop(number)
+
+    def reserve(self, keys: np.ndarray, payload_bytes: int, shards: int) -> np.ndarray:
+        if payload_bytes > self.slab_bytes:
+            raise ValueError(f"{payload_bytes} bytes exceed a slab of {self.slab_bytes}")
+        return np.array([self._reserve(key.tobytes(), shards) for key in keys], dtype=np.int64)
+
+    def _reserve(self, key: bytes, shards: int) -> int:
+        known = self._index.get(key)
+        if known is not None:
+            return -1 if self._entries[known].state == "ready" else -2
+        if not self._free and not self._evict():
+            return -3
+        number, self._next = self._next, self._next + 1
+        self._entries[number] = Entry(key, self._free.pop(), shards)
+        self._index[key] = number
+        self._touch(number)
+        return number
+
+    def _evict(self) -> bool:
+        idle = [
+            (entry.used, number)
+            for number, entry in self._entries.items()
+            if entry.state == "ready" and entry.leases == 0
+        ]
+        if not idle:
+            return False
+        self._drop(min(idle)[1])
+        self.evictions += 1
+        return True
+
+    def payload_offsets(self, entries: np.ndarray) -> np.ndarray:
+        slots = [self._entries[number].slot for number in entries.tolist()]
+        return np.array(slots, dtype=np.uint64) * np.uint64(self.slab_bytes)
+
+    def set_crcs(self, entries: np.ndarray, shard: int, crcs: np.ndarray) -> None:
+        for number, crc in zip(entries.tolist(), crcs.tolist(), strict=True):
+            entry = self._entries[number]
+            assert entry.state == "writing"
+            assert shard < entry.shards
+            entry.crcs[shard] = crc
+
+    def crcs(self, entries: np.ndarray, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        found = [self._entries[number].crcs.get(shard) for number in entries.tolist()]
+        return (
+            np.array([crc or 0 for crc in found], dtype=np.uint32),
+            np.array([crc is not None for crc in found], dtype=np.bool_),
+        )
+
+    def seeds(self, entries: np.ndarray) -> np.ndarray:
+        keys = [self._entries[number].key for number in entries.tolist()]
+        return np.array([int.from_bytes(key[:4], "little") for key in keys], dtype=np.uint32)
+
+    def commit(self, entries: np.ndarray) -> None:
+        for number in entries.tolist():
+            entry = self._entries[number]
+            assert entry.state == "writing"
+            assert sorted(entry.crcs) == list(range(entry.shards)), "committed without all shards"
+            entry.state = "ready"
+
+    def abort(self, entries: np.ndarray) -> None:
+        for number in entries.tolist():
+            assert self._entries[number].state == "writing"
+            self._drop(number)
+
+    def doom(self, entries: np.ndarray) -> None:
+        for number in entries.tolist():
+            entry = self._entries[number]
+            if entry.state == "doomed":
+                continue
+            entry.state = "doomed"
+            del self._index[entry.key]
+            if entry.leases == 0:
+                self._drop(number)
+
+    def clear(self) -> int:
+        idle = [n for n, e in self._entries.items() if e.state == "ready" and e.leases == 0]
+        for number in idle:
+            self._drop(number)
+        return len(idle)
+
+    def stats(self) -> SimpleNamespace:
+        states = [entry.state for entry in self._entries.values()]
+        return SimpleNamespace(
+            ready=states.count("ready"),
+            writing=states.count("writing"),
+            doomed=states.count("doomed"),
+            leased=sum(entry.leases > 0 for entry in self._entries.values()),
+            evictions=self.evictions,
+        )
+
+    def check(self) -> list[str]:
+        used = [entry.slot for entry in self._entries.values()]
+        found = []
+        if sorted(used + self._free) != list(range(self._slots)):
+            found.append("slots are lost or used twice")
+        if any(self._entries[number].key != key for key, number in self._index.items()):
+            found.append("index and entries differ")
+        return found
+
+    def close(self) -> None:
+        pass
+
+    def _touch(self, number: int) -> None:
+        self._clock += 1
+        self._entries[number].used = self._clock
+
+    def _drop(self, number: int) -> None:
+        entry = self._entries.pop(number)
+        if self._index.get(entry.key) == number:
+            del self._index[entry.key]
+        self._free.append(entry.slot)

@@ -1,0 +1,269 @@
+"""Repeated, late and cancelled jobs, deaths, byes and the drain."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from kvferry_connector.wire.hot import (
+    Cancel,
+    Hint,
+    JobState,
+    JobStatus,
+    Outcome,
+    OutcomeAck,
+)
+from kvferry_sidecar.engines.base import CopyStatus
+from kvferry_sidecar.limits import Limits
+from support.pipeline_bed import BLOCK, Bed, make_engine
+
+
+def leased(bed, engine, prompt, chunks, admission=1):
+    bed.stored(engine, prompt, chunks)
+    bed.probe(engine, admission, prompt, chunks)
+    answer = bed.ask(engine, admission)
+    assert answer.hit_tokens == chunks * BLOCK
+    return answer
+
+
+def outcome(bed, worker):
+    (found,) = bed.take(Outcome, worker)
+    return found
+
+
+def test_a_repeated_submit_changes_nothing_and_a_late_one_is_refused():
+    bed, engine = Bed(), make_engine()
+    worker = engine.workers[0]
+    job, raw = bed.save_job(engine, 1, [1])
+    bed.submit(worker, job, raw)
+    assert bed.submit(worker, job, raw) == []
+    bed.run_copies()
+    first = outcome(bed, worker)
+    assert bed.submit(worker, job, raw) == [first]  # not acknowledged: the same one again
+    bed.take(Outcome)
+    bed.say(worker, OutcomeAck([job.job]))
+    (late,) = bed.submit(worker, job, raw)
+    assert (late.status, late.reason) == ("failed", "tombstone")
+    assert bed.pipeline.snapshot().ledger.accepted == 1
+
+
+def test_outcomes_are_sent_again_until_acknowledged():
+    bed, engine = Bed(), make_engine()
+    worker = engine.workers[0]
+    job, raw = bed.save_job(engine, 1, [1])
+    bed.submit(worker, job, raw)
+    bed.run_copies()
+    first = outcome(bed, worker)
+    assert bed.pass_s(0.3) < math.inf
+    assert bed.take(Outcome, worker) == [first]
+    bed.pass_s(0.1)
+    assert bed.take(Outcome, worker) == []
+    bed.say(worker, OutcomeAck([job.job]))
+    assert bed.pass_s(1.0) == math.inf
+    assert bed.take(Outcome, worker) == []
+
+
+def test_cancel_before_the_submit_refuses_it_on_every_rank():
+    bed, engine = Bed(), make_engine(ranks=2)
+    job, raw = bed.save_job(engine, 1, [1])
+    bed.say(engine.scheduler, Cancel(job.job))
+    for worker in engine.workers:
+        bed.submit(worker, job, raw)
+        assert outcome(bed, worker).reason == "tombstone"
+
+
+def test_cancel_of_a_waiting_job_ends_it_at_once():
+    bed, engine = Bed(), make_engine()
+    leased(bed, engine, 1, 2)
+    job, raw = bed.load_job(engine, 1, [5, 6], step=9)
+    bed.submit(engine.workers[0], job, raw)
+    bed.say(engine.scheduler, Cancel(job.job))
+    assert outcome(bed, engine.workers[0]).status == "cancelled"
+    assert bed.pipeline.snapshot().leases == 0
+
+
+def test_cancel_of_a_queued_save_leaves_the_queue():
+    bed, engine = Bed(Limits(save_copies_max=1)), make_engine()
+    worker = engine.workers[0]
+    for prompt in (1, 2):
+        job, raw = bed.save_job(engine, prompt, [prompt])
+        bed.submit(worker, job, raw)
+    bed.say(engine.scheduler, Cancel(job.job))
+    assert outcome(bed, worker).status == "cancelled"
+    bed.run_copies()
+    assert not bed.copies.running
+    assert outcome(bed, worker).status == "done"
+
+
+@pytest.mark.parametrize(("late", "status"), [(False, "cancelled"), (True, "done")])
+def test_cancel_while_copying_waits_for_the_copy(late, status):
+    bed, engine = Bed(), make_engine()
+    leased(bed, engine, 1, 2)
+    job, raw = bed.load_job(engine, 1, [5, 6])
+    bed.submit(engine.workers[0], job, raw)
+    bed.say(engine.scheduler, Cancel(job.job))
+    assert not bed.take(Outcome)
+    assert bed.pipeline.snapshot().leases == 1
+    (ticket,) = bed.copies.running
+    bed.copies.finish(ticket, CopyStatus.DONE if late else None)
+    bed.pipeline.on_copies(bed.now_s)
+    assert outcome(bed, engine.workers[0]).status == status
+    assert bed.pipeline.snapshot().leases == 0
+
+
+def test_cancel_of_a_job_whose_first_rank_had_nothing_to_copy():
+    bed, engine = Bed(), make_engine(ranks=2)
+    bed.stored(engine, 1, 1)
+    job, raw = bed.save_job(engine, 1, [1])
+    bed.submit(engine.workers[0], job, raw)
+    assert outcome(bed, engine.workers[0]).status == "done"
+    bed.say(engine.scheduler, Cancel(job.job))
+    bed.say(engine.workers[0], OutcomeAck([job.job]))
+    bed.assert_clean()
+
+
+def test_cancel_decides_a_job_without_the_ranks_that_did_not_come():
+    bed, engine = Bed(), make_engine(ranks=2)
+    job, raw = bed.save_job(engine, 1, [1], step=9)
+    bed.submit(engine.workers[0], job, raw)
+    bed.say(engine.scheduler, Cancel(job.job))
+    assert bed.pool.stats().writing == 0
+    bed.submit(engine.workers[1], job, raw)
+    assert outcome(bed, engine.workers[1]).reason == "tombstone"
+
+
+def test_job_status_says_running_repeats_an_outcome_or_leaves_a_tombstone():
+    bed, engine = Bed(), make_engine()
+    worker = engine.workers[0]
+    job, raw = bed.save_job(engine, 1, [1])
+    bed.submit(worker, job, raw)
+    assert bed.say(worker, JobStatus(job.job)) == [JobState(job.job, "running")]
+    bed.run_copies()
+    end = outcome(bed, worker)
+    assert bed.say(worker, JobStatus(job.job)) == [end]
+    bed.take(Outcome)
+    other, raw = bed.save_job(engine, 2, [1])
+    assert bed.say(worker, JobStatus(other.job)) == [JobState(other.job, "unknown")]
+    bed.submit(worker, other, raw)
+    assert outcome(bed, worker).reason == "tombstone"
+
+
+def test_job_status_of_a_rank_that_did_not_come_decides_the_job():
+    bed, engine = Bed(), make_engine(ranks=2)
+    leased(bed, engine, 1, 1)
+    job, raw = bed.load_job(engine, 1, [5])
+    bed.submit(engine.workers[0], job, raw)
+    bed.run_copies()
+    assert bed.pipeline.snapshot().leases == 1
+    bed.say(engine.workers[1], JobStatus(job.job))
+    assert bed.pipeline.snapshot().leases == 0
+
+
+def test_a_half_that_never_acknowledges_is_refused_and_nothing_grows():
+    bed, engine = Bed(Limits(outcomes_unacked_max=3)), make_engine()
+    worker = engine.workers[0]
+    for prompt in range(10):
+        job, raw = bed.save_job(engine, prompt, [1])
+        bed.submit(worker, job, raw)
+        bed.run_copies()
+    assert [o.reason for o in bed.take(Outcome, worker)] == [""] * 3 + ["outcomes-max"] * 7
+    assert bed.pipeline.snapshot().outcomes_unacked == 3
+    for _ in range(5):
+        bed.submit(worker, msgspec.structs.replace(job, life=b"z" * 16, job=99 + _), raw)
+    assert bed.pipeline.snapshot().outcomes_unacked == 3
+
+
+# --- deaths, byes, drain ------------------------------------------------------------------------
+
+
+def test_a_dead_rank_keeps_its_memory_until_its_copies_stopped():
+    bed, engine = Bed(), make_engine(ranks=2)
+    job, raw = bed.save_job(engine, 1, [1])
+    for worker in engine.workers:
+        bed.submit(worker, job, raw)
+    first, second = bed.copies.running
+    bed.copies.finish(first)
+    bed.pipeline.on_copies(bed.now_s)
+    bed.pipeline.on_peer_dead(engine.workers[1], bed.now_s)
+    assert bed.pipeline.busy(engine.session)
+    assert bed.pool.stats().writing == 1
+    bed.copies.finish(second)
+    bed.pipeline.on_copies(bed.now_s)
+    assert not bed.pipeline.busy(engine.session)
+    assert bed.pool.stats().writing == bed.pool.stats().ready == 0
+    assert bed.take(Outcome, engine.workers[1]) == []
+    totals = bed.pipeline.snapshot().ledger
+    assert (totals.done, totals.cancelled) == (1, 1)
+
+
+def test_a_rank_dead_before_its_submit_decides_the_job():
+    bed, engine = Bed(), make_engine(ranks=2)
+    leased(bed, engine, 1, 1)
+    job, raw = bed.load_job(engine, 1, [5])
+    bed.submit(engine.workers[0], job, raw)
+    bed.pipeline.on_peer_dead(engine.workers[1], bed.now_s)
+    bed.run_copies()
+    assert outcome(bed, engine.workers[0]).status == "done"
+    bed.say(engine.workers[0], OutcomeAck([job.job]))
+    bed.assert_clean()
+
+
+def test_a_dead_scheduler_frees_what_no_job_owns():
+    bed, engine = Bed(), make_engine()
+    leased(bed, engine, 1, 2, admission=1)
+    bed.probe(engine, 2, 1, 2)
+    bed.ask(engine, 2)
+    job, raw = bed.load_job(engine, 1, [5, 6])
+    bed.submit(engine.workers[0], job, raw)
+    bed.pipeline.on_peer_dead(engine.scheduler, bed.now_s)
+    snapshot = bed.pipeline.snapshot()
+    assert (snapshot.leases, snapshot.admissions, snapshot.key_bytes) == (1, 0, 0)
+    bed.run_copies()
+    assert outcome(bed, engine.workers[0]).status == "done"
+    assert bed.pipeline.snapshot().leases == 0
+
+
+def test_outcomes_die_with_their_half():
+    bed, engine = Bed(), make_engine()
+    job, raw = bed.save_job(engine, 1, [1])
+    bed.submit(engine.workers[0], job, raw)
+    bed.run_copies()
+    assert not bed.pipeline.drained()
+    bed.pipeline.on_bye(engine.workers[0], bed.now_s)
+    assert bed.pipeline.drained()
+    assert bed.pipeline.snapshot().tombstones == 0
+
+
+def test_drain_lets_promised_loads_end_and_starts_nothing_new():
+    bed, engine = Bed(), make_engine()
+    leased(bed, engine, 1, 2)
+    bed.pipeline.drain(bed.now_s)
+    assert not bed.pipeline.drained()
+    worker = engine.workers[0]
+    save, save_raw = bed.save_job(engine, 2, [1])
+    bed.submit(worker, save, save_raw)
+    assert outcome(bed, worker).reason == "draining"
+    job, raw = bed.load_job(engine, 1, [5, 6])
+    bed.submit(worker, job, raw)
+    bed.run_copies()
+    assert outcome(bed, worker).status == "done"
+    assert bed.probe(engine, 2, 1, 2) == [Hint(2, 0, 2)]
+    answer = bed.ask(engine, 2)
+    assert (answer.hit_tokens, answer.reason) == (0, "draining")
+    bed.say(worker, OutcomeAck([save.job, job.job]))
+    assert bed.pipeline.drained()
+
+
+def test_drain_ends_what_hangs_at_its_deadline():
+    bed, engine = Bed(Limits(fence_ms_max=1 << 30)), make_engine()
+    job, raw = bed.save_job(engine, 1, [1], step=9)
+    bed.submit(engine.workers[0], job, raw)
+    bed.pipeline.drain(bed.now_s)
+    bed.pass_s(31)
+    end = outcome(bed, engine.workers[0])
+    assert (end.status, end.reason) == ("failed", "drained")
+
+
+def test_an_idle_pipeline_wants_no_tick():
+    assert Bed().pass_s(1.0) == math.inf
