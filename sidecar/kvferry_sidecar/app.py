@@ -1,0 +1,250 @@
+"""The composition root: everything is built here, in one order, and closed in the reverse one.
+
+The lock comes before anything is bound or mapped, the sockets come last: whoever can connect finds
+a sidecar that is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import secrets
+import signal
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+from kvferry_connector.wire.attach import ToPeer
+from kvferry_connector.wire.hot import FromSidecar
+from kvferry_connector.wire.names import attach_path, control_endpoint
+from structlog.typing import FilteringBoundLogger as Log
+
+from kvferry_sidecar import locks
+from kvferry_sidecar.config import Config
+from kvferry_sidecar.engines.host import HostCopyEngine
+from kvferry_sidecar.geometry.validate import validate_rank
+from kvferry_sidecar.keys.namespace import namespace_digest
+from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.loop import READ, Loop, Signals
+from kvferry_sidecar.observe import log as logs
+from kvferry_sidecar.observe import status
+from kvferry_sidecar.pipeline import Pipeline
+from kvferry_sidecar.sessions.attach import AttachServer
+from kvferry_sidecar.sessions.liveness import Liveness
+from kvferry_sidecar.sessions.model import Peer
+from kvferry_sidecar.sessions.registry import Registry
+from kvferry_sidecar.tiers.host import HostTier
+from kvferry_sidecar.tiers.segment import PoolSegment, open_pool
+from kvferry_sidecar.transport import Transport
+
+drain_grace_s = 1.0  # for the last outcomes to be taken after the pipeline ended its jobs
+
+
+def run(config: Config) -> int:
+    """Serve until a signal; returns the exit code. Raises KvferryError when it cannot start."""
+    logs.configure(config.log.level, config.log.format)
+    log = logs.get_logger("serve")
+    with contextlib.ExitStack() as stack:
+        app = App(config, log, stack)
+        return app.run()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopView:
+    """The loop, the sockets and what they refused, for the status document."""
+
+    turns: int
+    longest_turn_s: float
+    handler_errors: int
+    connections: int
+    leaving_halves: int
+    attach_refused: dict[str, int]
+    frames_refused: dict[str, int]
+
+
+class App:
+    """One sidecar. ``stack`` closes what was built, in reverse order."""
+
+    def __init__(self, config: Config, log: Log, stack: contextlib.ExitStack) -> None:
+        self._config = config
+        self._log = log
+        self.epoch = secrets.randbits(64) or 1
+        limits = config.limits
+        locks.prepare_run_dir(config.run_dir)
+        stack.callback(locks.lock_run_dir(config.run_dir).release)
+        stale = locks.remove_stale_sockets(config.run_dir)
+        raise_descriptor_limit(limits)
+        self._loop = Loop(self._on_error)
+        stack.callback(self._loop.close)
+        self._segment = self._open_pool(stack)
+        self._pool = HostTier(self._segment.pool)
+        self._copies = HostCopyEngine(
+            threads=config.copy.threads,
+            pool_address=self._pool.address,
+            pool_bytes=self._segment.segment_bytes,
+            pool_owner=self._segment.pool,
+        )
+        stack.callback(self._copies.close)
+        self._pipeline = Pipeline(
+            pool=self._pool, copies=self._copies, send=self._send, limits=limits, log=log
+        )
+        self._loop.watch(self._copies.wake_fd(), READ, self._on_copies)
+        self._build_sessions(stack)
+        self._build_sockets(stack)
+        self._drain_until_s: float | None = None
+        self._add_tickers()
+        log.info(
+            "serving",
+            epoch=f"{self.epoch:016x}",
+            run_dir=str(config.run_dir),
+            pool=config.tiers.host.name,
+            pool_bytes=config.tiers.host.bytes,
+            warm=self._segment.warm,
+            objects=self._pool.stats().ready,
+            removed=stale,
+        )
+
+    def run(self) -> int:
+        """Turn the loop until a signal ends it; returns the exit code."""
+        with Signals(self._loop, self._on_signal):
+            code = self._loop.run()
+        self._log.info("stopped", exit_code=code)
+        return code
+
+    # --- building ----------------------------------------------------------------------------
+
+    def _open_pool(self, stack: contextlib.ExitStack) -> PoolSegment:
+        host = self._config.tiers.host
+        segment = open_pool(
+            host.name,
+            arena_bytes=host.bytes,
+            slab_bytes=host.slab_bytes,
+            keys_max=host.keys_max,
+            epoch=self.epoch,
+            threads=self._config.copy.threads,
+            log=self._log,
+        )
+        stack.callback(segment.close)
+        return segment
+
+    def _build_sessions(self, stack: contextlib.ExitStack) -> None:
+        limits = self._config.limits
+        self._liveness = Liveness(self._loop, self._on_dead)
+        stack.callback(self._liveness.close)
+        self._registry = Registry(
+            limits=limits,
+            events=self._pipeline,
+            liveness=self._liveness,
+            validate=lambda register, memories: validate_rank(register, memories, limits=limits),
+            digest=namespace_digest,
+            push=self._push,
+            log=self._log,
+        )
+
+    def _build_sockets(self, stack: contextlib.ExitStack) -> None:
+        config = self._config
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.term)
+        endpoint = control_endpoint(config.run_dir, self.epoch)
+        self._transport = Transport(
+            context,
+            endpoint,
+            epoch=self.epoch,
+            limits=config.limits,
+            find=self._registry.find,
+            on_message=self._pipeline.on_message,
+            log=self._log,
+        )
+        stack.callback(self._transport.close)
+        self._loop.watch_pending(
+            self._transport.fd, self._transport.on_readable, self._transport.pending
+        )
+        self._attach = AttachServer(
+            attach_path(config.run_dir),
+            loop=self._loop,
+            registry=self._registry,
+            liveness=self._liveness,
+            limits=config.limits,
+            epoch=self.epoch,
+            endpoint=endpoint,
+            status=self.status,
+            log=self._log,
+        )
+        stack.callback(self._attach.close)
+
+    def _add_tickers(self) -> None:
+        """In the order of a turn: new work first, then what it may have ended."""
+        self._loop.add_ticker("pipeline", self._pipeline.on_tick)
+        self._loop.add_ticker("sessions", self._registry.tick)
+        self._loop.add_ticker("attach", self._attach.tick)
+        self._loop.add_ticker("drain", self._drain_tick)
+
+    # --- events ------------------------------------------------------------------------------
+
+    def _send(self, peer: Peer, message: FromSidecar) -> None:
+        self._transport.send(peer, message)
+
+    def _on_dead(self, peer: Peer, now_s: float) -> None:
+        self._registry.dead(peer, now_s)
+
+    def _push(self, peer: Peer, message: ToPeer) -> None:
+        self._attach.push(peer, message)
+
+    def _on_copies(self, _events: int, now_s: float) -> None:
+        self._pipeline.on_copies(now_s)
+
+    def _on_error(self, error: BaseException, what: str) -> None:
+        self._log.error("handler failed", where=what, exc_info=error)
+
+    def _on_signal(self, number: int, now_s: float) -> None:
+        name = signal.Signals(number).name
+        if self._drain_until_s is not None:
+            # Asked twice: whatever hangs must not keep the process. Its memory falls with it.
+            self._log.warning("ended at once", signal=name)
+            os._exit(128 + number)
+        drain_s = self._config.limits.drain_ms_max / 1000
+        self._log.info("draining", signal=name, drain_s_max=drain_s)
+        self._drain_until_s = now_s + drain_s + drain_grace_s
+        self._pipeline.drain(now_s)
+
+    def _drain_tick(self, now_s: float) -> float:
+        if self._drain_until_s is None:
+            return math.inf
+        if self._pipeline.drained():
+            self._loop.stop(0)
+        elif now_s >= self._drain_until_s:
+            self._log.warning("drain_ms_max is over; what is in flight is given up")
+            self._loop.stop(0)
+        return min(self._drain_until_s - now_s, 0.05)
+
+    def status(self) -> bytes:
+        """Return the status document as JSON."""
+        stats = self._loop.stats()
+        view = LoopView(
+            turns=stats.turns,
+            longest_turn_s=stats.longest_turn_s,
+            handler_errors=stats.handler_errors,
+            connections=self._attach.connections,
+            leaving_halves=self._registry.leaving,
+            attach_refused=dict(self._attach.counters),
+            frames_refused=dict(self._transport.counters),
+        )
+        return status.build(
+            self.epoch,
+            self._registry.sessions,
+            self._pipeline.snapshot(),
+            self._pool.stats(),
+            view,
+            msgspec.to_builtins(self._config, enc_hook=str),
+        )
+
+
+def raise_descriptor_limit(limits: Limits) -> None:
+    """Allow as many descriptors as the limits may need: a stream and a pidfd per half."""
+    wanted = limits.sessions_max * (limits.ranks_max + 1) * 2 + limits.connections_max + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))

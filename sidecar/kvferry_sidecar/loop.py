@@ -1,0 +1,209 @@
+"""The control loop: one thread that owns all mutable state of the sidecar.
+
+Everything that can happen is a descriptor in one epoll set: the attach socket and its streams,
+peers' pidfds, the ZeroMQ socket, the copy engine's eventfd, signals. After the events of a turn
+the tickers run; the shortest time any of them asks for bounds the next wait.
+
+Two things are unusual:
+
+* The wait is ``select`` on the epoll descriptor: epoll's own timeout counts milliseconds, while a
+  job that polls a fence word wants to be called again within 200 us. (The epoll descriptor is
+  made first, so it is far below select's limit of 1024.)
+* A ZeroMQ socket's descriptor only says "look at my state"; the state must be read before every
+  wait, whatever was done with the socket in between. Such sources register a ``pending`` check.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Self
+
+READ = select.EPOLLIN
+WRITE = select.EPOLLOUT
+HANG_UP = select.EPOLLHUP
+BROKEN = select.EPOLLERR
+
+events_per_turn_max = 256  # further ready descriptors wait for the next turn: none starves
+wait_s_max = 5.0  # an idle loop still turns this often, so that liveness can count turns
+
+Handler = Callable[[int, float], None]  # (event bits, now_s)
+Ticker = Callable[[float], float]  # now_s -> seconds until the next wanted call, math.inf: none
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStats:
+    """Progress of the loop, for liveness and status."""
+
+    turns: int
+    longest_turn_s: float
+    last_turn_at_s: float
+    handler_errors: int
+
+
+class Loop:
+    """One thread, one epoll set. ``on_error`` is told of every exception that left a handler."""
+
+    def __init__(
+        self,
+        on_error: Callable[[BaseException, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Handler] = {}
+        self._tickers: list[tuple[str, Ticker]] = []
+        self._pending: list[Callable[[], bool]] = []
+        self._clock = clock
+        self._on_error = on_error
+        self._exit_code: int | None = None
+        self._turns = 0
+        self._longest_turn_s = 0.0
+        self._last_turn_at_s = clock()
+        self._handler_errors = 0
+
+    def now_s(self) -> float:
+        """Return the loop's clock, seconds (monotonic)."""
+        return self._clock()
+
+    def watch(self, fd: int, events: int, handler: Handler) -> None:
+        """Call ``handler`` while ``fd`` has any of ``events`` (level triggered)."""
+        self._epoll.register(fd, events)
+        self._handlers[fd] = handler
+
+    def rearm(self, fd: int, events: int) -> None:
+        """Change what is waited for on a watched descriptor."""
+        self._epoll.modify(fd, events)
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching; must be called before the descriptor is closed."""
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def watch_pending(self, fd: int, handler: Handler, pending: Callable[[], bool]) -> None:
+        """Watch a source whose descriptor does not tell its whole state (ZeroMQ).
+
+        ``pending`` is asked before every wait; while it holds, the loop does not wait and calls
+        ``handler`` once a turn.
+        """
+        self._epoll.register(fd, READ)
+        # The descriptor only ends the wait: the handler is called from ``_turn``, once.
+        self._handlers[fd] = lambda _events, _now_s: None
+        self._pending.append(pending)
+
+        def tick(now_s: float) -> float:
+            if pending():
+                handler(READ, now_s)
+            return math.inf
+
+        self._tickers.append(("pending", tick))
+
+    def add_ticker(self, name: str, ticker: Ticker) -> None:
+        """Call ``ticker`` at the end of every turn; it says when it must be called again."""
+        self._tickers.append((name, ticker))
+
+    def stop(self, exit_code: int) -> None:
+        """End ``run`` after this turn; the first call's code counts."""
+        if self._exit_code is None:
+            self._exit_code = exit_code
+
+    def run(self) -> int:
+        """Turn until ``stop``; returns its exit code."""
+        wait_s = 0.0
+        while self._exit_code is None:
+            wait_s = self.turn(wait_s)
+        return self._exit_code
+
+    def turn(self, wait_s: float) -> float:
+        """Wait at most ``wait_s``, handle what came, tick; returns how long the next may wait."""
+        if any(pending() for pending in self._pending):
+            wait_s = 0.0
+        if wait_s > 0.0:
+            select.select([self._epoll], [], [], wait_s)
+        started_s = self._clock()
+        for fd, events in self._epoll.poll(0, events_per_turn_max):
+            handler = self._handlers.get(fd)
+            if handler is not None:  # None: an earlier handler of this turn closed it
+                self._guarded(f"descriptor {fd}", handler, events, started_s)
+        next_s = wait_s_max
+        for name, ticker in self._tickers:
+            next_s = min(next_s, self._ticked(name, ticker))
+        ended_s = self._clock()
+        self._turns += 1
+        self._longest_turn_s = max(self._longest_turn_s, ended_s - started_s)
+        self._last_turn_at_s = ended_s
+        return max(next_s, 0.0)
+
+    def stats(self) -> LoopStats:
+        """Return the progress so far."""
+        return LoopStats(
+            self._turns, self._longest_turn_s, self._last_turn_at_s, self._handler_errors
+        )
+
+    def close(self) -> None:
+        """Close the epoll set; watched descriptors stay their owners'."""
+        self._epoll.close()
+
+    def _guarded(self, what: str, handler: Handler, events: int, now_s: float) -> None:
+        try:
+            handler(events, now_s)
+        except Exception as error:  # noqa: BLE001 - one bug must not end every engine's cache
+            self._handler_errors += 1
+            self._on_error(error, what)
+
+    def _ticked(self, name: str, ticker: Ticker) -> float:
+        try:
+            return ticker(self._clock())
+        except Exception as error:  # noqa: BLE001 - as above
+            self._handler_errors += 1
+            self._on_error(error, f"ticker {name}")
+            return wait_s_max  # a ticker that always fails must not make the loop spin
+
+
+class Signals:
+    """SIGTERM and SIGINT as loop events; a context manager of the main thread.
+
+    Python runs signal handlers between bytecodes, where state may be half changed. So the handler
+    does nothing, and the signal's number arrives through the wake-up descriptor.
+    """
+
+    def __init__(self, loop: Loop, on_signal: Callable[[int, float], None]) -> None:
+        self._loop = loop
+        self._on_signal = on_signal
+        self._read_fd = -1
+        self._write_fd = -1
+        self._former: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._former[number] = signal.signal(number, _ignore)
+        self._loop.watch(self._read_fd, READ, self._on_readable)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.unwatch(self._read_fd)
+        for number, former in self._former.items():
+            signal.signal(number, former)  # type: ignore[arg-type]  # what signal() returned
+        signal.set_wakeup_fd(-1)
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+    def _on_readable(self, _events: int, now_s: float) -> None:
+        for number in os.read(self._read_fd, 64):
+            self._on_signal(number, now_s)
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """See Signals."""

@@ -1,0 +1,186 @@
+"""What the halves of one session must agree on, compared field by field.
+
+Every refusal names the field, both values (theirs: the half that registers; ours: what is known)
+and what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvferry_connector.wire.attach import FieldRefusal, Group, RegisterEngine, RegisterRank
+from kvferry_connector.wire.names import NONCE_BYTES
+
+from kvferry_sidecar.geometry.identity import compare_identity
+from kvferry_sidecar.sessions.model import Peer, RankGeometry, Session
+
+_SAME_ARGUMENTS = "start all ranks of the engine with the same arguments and versions"
+_REPORT = "report it with both values: the connector describes its engine inconsistently"
+
+
+def check_engine(session: Session, theirs: RegisterEngine, ranks_max: int) -> list[FieldRefusal]:
+    """Compare a scheduler half's registration with itself and the ranks known so far."""
+    found = list(_engine_form(theirs, ranks_max))
+    if session.life and theirs.life != session.life:
+        found.append(
+            FieldRefusal(
+                "life",
+                theirs.life.hex(),
+                session.life.hex(),
+                "send Bye before a new scheduler half starts, or use a new instance_id",
+            )
+        )
+    for rank, worker in sorted(session.workers.items()):
+        if rank not in theirs.ranks:
+            found.append(
+                FieldRefusal("ranks", str(theirs.ranks), f"rank {rank} attached here", _REPORT)
+            )
+        if worker.geometry is not None:
+            found += _hash_block(theirs.hash_block_tokens, worker.geometry.hash_block_tokens)
+    return found
+
+
+def check_rank(peer: Peer, theirs: RegisterRank, geometry: RankGeometry) -> list[FieldRefusal]:
+    """Compare a rank's validated registration with the scheduler half and with another rank."""
+    session = peer.session
+    found: list[FieldRefusal] = []
+    if session.ranks and peer.rank not in session.ranks:
+        found.append(FieldRefusal("rank", str(peer.rank), f"one of {list(session.ranks)}", _REPORT))
+    scheduler = session.scheduler.registration if session.scheduler is not None else None
+    if isinstance(scheduler, RegisterEngine):
+        found += _hash_block(theirs.hash_block_tokens, scheduler.hash_block_tokens)
+    for rank, other in sorted(session.workers.items()):
+        if other is peer or other.geometry is None:
+            continue
+        if geometry.position == other.geometry.position:
+            text = f"tp, pp, dcp = {geometry.position}"
+            found.append(FieldRefusal("shard", text, f"rank {rank} has the same", _REPORT))
+        found += _differences(theirs, geometry, other)
+        break  # the ranks known so far agree with each other
+    return found
+
+
+def check_again(
+    peer: Peer, theirs: RegisterRank, backing: dict[int, tuple[int, int, int]]
+) -> list[FieldRefusal]:
+    """Compare a registration with the one this half made before: the serial's rules.
+
+    A lower serial is old; an equal one must say the same of the same memory; a higher one may
+    bring other memory.
+    """
+    before = peer.registration
+    if not isinstance(before, RegisterRank):
+        return []
+    if theirs.serial < before.serial:
+        return [
+            FieldRefusal(
+                "serial",
+                str(theirs.serial),
+                f"at least {before.serial}",
+                "a re-mapping of the KV memory raises the serial; it never falls",
+            )
+        ]
+    if theirs.serial > before.serial:
+        return []
+    remedy = "raise the serial when the KV memory or its description changes"
+    found = [
+        FieldRefusal(name, str(getattr(theirs, name)), str(getattr(before, name)), remedy)
+        for name in RegisterRank.__struct_fields__
+        if getattr(theirs, name) != getattr(before, name)
+    ]
+    if backing != peer.backing:
+        found.append(FieldRefusal("memories", _memories(backing), _memories(peer.backing), remedy))
+    return found
+
+
+def check_digest(peer: Peer, theirs: RegisterRank, geometry: RankGeometry) -> list[FieldRefusal]:
+    """Compare a higher serial's registration with the former: only where memory lies may change."""
+    if peer.geometry is None or peer.geometry.digest == geometry.digest:
+        return []
+    return _differences(theirs, geometry, peer)
+
+
+def _engine_form(theirs: RegisterEngine, ranks_max: int) -> Iterator[FieldRefusal]:
+    for name in ("life", "version"):
+        value: bytes = getattr(theirs, name)
+        if len(value) != NONCE_BYTES:
+            yield FieldRefusal(name, f"{len(value)} bytes", f"{NONCE_BYTES} bytes", _REPORT)
+    for name in ("hash_block_tokens", "scheduler_block_tokens", "alignment_tokens"):
+        tokens: int = getattr(theirs, name)
+        if tokens < 1:
+            yield FieldRefusal(name, str(tokens), "at least 1", _REPORT)
+    if not 1 <= len(theirs.ranks) <= ranks_max:
+        yield FieldRefusal(
+            "ranks",
+            f"{len(theirs.ranks)} ranks",
+            f"1 to {ranks_max} on one node",
+            "raise limits.ranks_max",
+        )
+    if len(set(theirs.ranks)) != len(theirs.ranks) or any(rank < 0 for rank in theirs.ranks):
+        yield FieldRefusal("ranks", str(theirs.ranks[:ranks_max]), "distinct, from 0", _REPORT)
+
+
+def _hash_block(theirs: int, ours: int) -> list[FieldRefusal]:
+    if theirs == ours:
+        return []
+    return [FieldRefusal("hash_block_tokens", str(theirs), str(ours), _SAME_ARGUMENTS)]
+
+
+def _differences(theirs: RegisterRank, geometry: RankGeometry, other: Peer) -> list[FieldRefusal]:
+    """Name what makes two geometries differ; never empty when their digests differ."""
+    ours = other.registration
+    if other.geometry is None or not isinstance(ours, RegisterRank):
+        return []
+    found: list[FieldRefusal] = []
+    if theirs.num_blocks != ours.num_blocks and theirs.serial == ours.serial:
+        found.append(
+            FieldRefusal(
+                "num_blocks", str(theirs.num_blocks), str(ours.num_blocks), _SAME_ARGUMENTS
+            )
+        )
+    if geometry.digest == other.geometry.digest:
+        return found
+    found += compare_identity(theirs.identity, ours.identity)
+    for name in ("hash_block_tokens", "layout"):
+        mine, known = getattr(theirs, name), getattr(ours, name)
+        if mine != known:
+            found.append(FieldRefusal(name, str(mine), str(known), _SAME_ARGUMENTS))
+    for name in ("tp_size", "pp_size", "dcp_size"):
+        mine, known = getattr(theirs.shard, name), getattr(ours.shard, name)
+        if mine != known:
+            found.append(FieldRefusal(f"shard.{name}", str(mine), str(known), _SAME_ARGUMENTS))
+    found += _groups(theirs.groups, ours.groups)
+    if not found:
+        found.append(
+            FieldRefusal(
+                "geometry", geometry.digest.hex(), other.geometry.digest.hex(), _SAME_ARGUMENTS
+            )
+        )
+    return found
+
+
+def _groups(theirs: list[Group], ours: list[Group]) -> Iterator[FieldRefusal]:
+    if len(theirs) != len(ours):
+        yield FieldRefusal(
+            "groups", f"{len(theirs)} groups", f"{len(ours)} groups", _SAME_ARGUMENTS
+        )
+        return
+    for mine, known in zip(theirs, ours, strict=True):
+        for name in Group.__struct_fields__:
+            one, two = getattr(mine, name), getattr(known, name)
+            if one != two:
+                yield FieldRefusal(
+                    f"groups[{known.group}].{name}", _short(one), _short(two), _SAME_ARGUMENTS
+                )
+
+
+def _short(value: object, chars_max: int = 512) -> str:
+    text = str(value)
+    return text if len(text) <= chars_max else f"{text[:chars_max]}... ({len(text)} characters)"
+
+
+def _memories(backing: dict[int, tuple[int, int, int]]) -> str:
+    return ", ".join(
+        f"buffer {buffer}: inode {inode}, {total_bytes} bytes"
+        for buffer, (_, inode, total_bytes) in sorted(backing.items())
+    )

@@ -1,0 +1,116 @@
+"""What a Hello must look like, and the mapping of the memory that came with it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Sequence
+
+from kvferry_connector.wire.attach import Hello, Memory, Refused
+from kvferry_connector.wire.codec import id_chars_max
+from kvferry_connector.wire.names import FENCE_PAGE_BYTES
+from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN, negotiate
+from kvferry_native import Mapping
+
+from kvferry_sidecar.sessions.registry import Backing, Offer
+
+rank_max = 1 << 20
+_MEMORY_KINDS = ("memfd",)
+
+
+class HelloError(Exception):
+    """The Hello is not accepted; ``refused`` is the answer."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.refused = Refused(code, message)
+
+
+def check(hello: Hello, fds: int) -> int:
+    """Return the protocol to speak. ``fds``: how many descriptors came. Raises HelloError."""
+    protocol = negotiate(hello.protocol_min, hello.protocol_max)
+    if protocol is None:
+        raise HelloError(
+            "protocol",
+            f"the engine speaks protocols {hello.protocol_min} to {hello.protocol_max}, the "
+            f"sidecar {PROTOCOL_MIN} to {PROTOCOL_MAX}; install compatible versions of kvferry",
+        )
+    scheduler = hello.role == "scheduler"
+    if not scheduler and hello.role != "worker":
+        raise HelloError("role", f"role {hello.role!r} is neither scheduler nor worker")
+    if scheduler != (hello.rank == -1) or not -1 <= hello.rank <= rank_max:
+        raise HelloError(
+            "rank", f"rank {hello.rank} for a {hello.role} half; a scheduler half has -1"
+        )
+    for name in ("engine_id", "instance_id"):
+        chars = len(getattr(hello, name))
+        if not 1 <= chars <= id_chars_max:
+            raise HelloError(name, f"{name} has {chars} characters; it has 1 to {id_chars_max}")
+    if scheduler and (hello.fence or hello.memories):
+        raise HelloError("memories", "a scheduler half has no fence page and no memory")
+    if not scheduler and not hello.fence:
+        raise HelloError("fence", "a worker half comes with its fence page")
+    expected = 1 + int(hello.fence) + len(hello.memories)
+    if fds != expected:
+        raise HelloError(
+            "descriptors",
+            f"{fds} descriptors came; this Hello needs {expected} (pidfd, fence page, memories)",
+        )
+    buffers = [memory.buffer for memory in hello.memories]
+    if len(set(buffers)) != len(buffers):
+        raise HelloError("memories", f"buffer numbers {buffers} are not distinct")
+    return protocol
+
+
+def map_offer(hello: Hello, fds: Sequence[int]) -> Offer:
+    """Map the fence page and the memories; ``fds`` in Hello's order, and they stay the caller's.
+
+    Raises HelloError when a descriptor is not what it should be.
+    """
+    offer = Offer()
+    rest = list(fds)
+    if hello.fence:
+        _check_file("the fence page", rest[0], FENCE_PAGE_BYTES)
+        offer.fence = _map("the fence page", rest.pop(0), FENCE_PAGE_BYTES)
+    for memory, fd in zip(hello.memories, rest, strict=True):
+        offer.backing[memory.buffer] = _check_memory(memory, fd)
+        offer.memories[memory.buffer] = _map(f"buffer {memory.buffer}", fd, memory.total_bytes)
+    return offer
+
+
+def _check_memory(memory: Memory, fd: int) -> Backing:
+    if memory.kind not in _MEMORY_KINDS:
+        raise HelloError(
+            "memory-kind",
+            f"buffer {memory.buffer} is of kind {memory.kind!r}; this sidecar maps "
+            f"{', '.join(_MEMORY_KINDS)}",
+        )
+    return _check_file(f"buffer {memory.buffer}", fd, memory.total_bytes)
+
+
+def _check_file(what: str, fd: int, total_bytes: int) -> Backing:
+    """Refuse what is no file of that size for ever: a page behind its end would be SIGBUS here."""
+    status = os.fstat(fd)
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # EINVAL: a file that cannot be sealed
+        seals = 0
+    if not stat.S_ISREG(status.st_mode) or not seals & fcntl.F_SEAL_SHRINK:
+        raise HelloError(
+            "memory", f"{what} is no memfd with F_SEAL_SHRINK: its owner could cut it off"
+        )
+    if not 1 <= total_bytes <= status.st_size:
+        raise HelloError(
+            "memory-size", f"{what} has {status.st_size} bytes, {total_bytes} were announced"
+        )
+    return status.st_dev, status.st_ino, total_bytes
+
+
+def _map(what: str, fd: int, total_bytes: int) -> Mapping:
+    try:
+        return Mapping(fd, total_bytes)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise HelloError(
+            "memory", f"{what} ({total_bytes} bytes) cannot be mapped: {error}"
+        ) from error

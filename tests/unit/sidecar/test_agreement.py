@@ -1,0 +1,154 @@
+"""What the halves of one session must agree on, and the version of their namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kvferry_connector.wire.attach import Refused, Registered, Rotate, Shard
+from support.node import Node
+from support.node_messages import VERSION, engine_registration, rank_registration
+from support.sessions import (
+    attached,
+    close_all,
+    only_session,
+    ready_session,
+    refused_fields,
+    registered,
+)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with Node() as made:
+        yield made
+        assert not made.errors, made.errors
+
+
+# --- agreement ---------------------------------------------------------------------------------
+
+
+def test_a_rank_that_differs_is_refused_field_by_field(node: Node) -> None:
+    first, _ = attached(node, 0)
+    second, _ = attached(node, 1)
+    registered(first, rank_registration(0))
+    answer = registered(
+        second,
+        rank_registration(
+            1, identity={"model": "tiny", "hash_seed": "1"}, layout="NHD", num_blocks=9
+        ),
+    )
+    fields = refused_fields(answer)
+    assert fields.keys() == {"hash_seed", "layout", "num_blocks"}
+    assert (fields["hash_seed"].theirs, fields["hash_seed"].ours) == ("1", "0")
+    assert "PYTHONHASHSEED" in fields["hash_seed"].remedy
+    second.wait_end()
+    close_all([first, second])
+
+
+def test_geometry_refusals_are_passed_on(node: Node) -> None:
+    half, _ = attached(node, 0)
+    fields = refused_fields(registered(half, rank_registration(0, layout="bad")))
+    assert fields["layout"].remedy == "use HND"
+    half.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"life": b"short"}, "life"),
+        ({"version": b""}, "version"),
+        ({"ranks": []}, "ranks"),
+        ({"ranks": [0, 0]}, "ranks"),
+        ({"ranks": [-1]}, "ranks"),
+        ({"ranks": list(range(17))}, "ranks"),
+        ({"hash_block_tokens": 0}, "hash_block_tokens"),
+        ({"alignment_tokens": -3}, "alignment_tokens"),
+    ],
+)
+def test_an_engine_registration_out_of_form_is_refused(
+    node: Node, changes: dict[str, object], field: str
+) -> None:
+    half, _ = attached(node)
+    assert field in refused_fields(registered(half, engine_registration(**changes)))
+    half.close()
+
+
+def test_scheduler_half_and_ranks_must_agree(node: Node) -> None:
+    worker, _ = attached(node, 3)
+    registered(worker, rank_registration(3))
+    scheduler, _ = attached(node)
+    fields = refused_fields(registered(scheduler, engine_registration([0], hash_block_tokens=32)))
+    assert fields.keys() == {"ranks", "hash_block_tokens"}
+    scheduler.close()
+    scheduler, _ = attached(node)
+    registered(scheduler, engine_registration([3, 4]))
+    stranger, _ = attached(node, 7)
+    fields = refused_fields(registered(stranger, rank_registration(7, hash_block_tokens=32)))
+    assert fields.keys() == {"rank", "hash_block_tokens"}
+    twin, _ = attached(node, 4)
+    fields = refused_fields(registered(twin, rank_registration(4, shard=Shard(tp_rank=3))))
+    assert fields.keys() == {"shard"}
+    close_all([worker, scheduler, stranger, twin])
+
+
+def test_another_life_in_the_same_place_is_refused(node: Node) -> None:
+    half, _ = attached(node)
+    registered(half, engine_registration())
+    again, _ = attached(node)
+    fields = refused_fields(registered(again, engine_registration(life=b"x" * 16)))
+    assert fields.keys() == {"life"}
+    close_all([half, again])
+
+
+def test_roles_do_not_mix(node: Node) -> None:
+    scheduler, _ = attached(node)
+    worker, _ = attached(node, 0)
+    for half, message in ((scheduler, rank_registration()), (worker, engine_registration())):
+        answer = registered(half, message)
+        assert isinstance(answer, Refused)
+        assert answer.code == "role"
+    close_all([scheduler, worker])
+
+
+# --- version -----------------------------------------------------------------------------------
+
+
+def test_rotation_changes_the_namespace_and_keeps_a_bounded_past(node: Node) -> None:
+    halves = ready_session(node, 1)
+    session = only_session(node)
+    seen = [session.namespaces[VERSION]]
+    for number in range(1, 7):
+        version = bytes([number] * 16)
+        answer = registered(halves[0], Rotate(version))
+        assert isinstance(answer, Registered)
+        assert session.version == version
+        assert answer.namespace == session.namespaces[version].hex()
+        seen.append(session.namespaces[version])
+    assert len(set(seen)) == 7
+    assert len(session.namespaces) == node.limits.versions_max
+    assert list(session.namespaces)[-1] == session.version
+    assert node.pipeline.named("version") == [session] * 6
+    registered(halves[0], Rotate(session.version))
+    assert len(node.pipeline.named("version")) == 6, "the same version again is no change"
+    close_all(halves)
+
+
+def test_a_version_that_rotated_while_away_arrives_with_the_registration(node: Node) -> None:
+    halves = ready_session(node, 1)
+    again, _ = attached(node)
+    answer = registered(again, engine_registration(version=b"v" * 16))
+    assert isinstance(answer, Registered)
+    session = only_session(node)
+    assert answer.namespace == session.namespaces[b"v" * 16].hex()
+    assert node.pipeline.named("version") == [session]
+    close_all([*halves, again])
+
+
+def test_only_a_registered_scheduler_half_rotates(node: Node) -> None:
+    for rank in (-1, 0):
+        half, _ = attached(node, rank)
+        answer = registered(half, Rotate(b"v" * 16))
+        assert isinstance(answer, Refused)
+        assert answer.code == "rotate"
+        half.close()
