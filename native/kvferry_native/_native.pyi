@@ -12,7 +12,8 @@ FORMAT_VERSION: Final[int]
 class PoolFormatError(Exception):
     """The segment is not a pool of this format version, or its header is damaged."""
 
-class PoolFull(Exception): ...
+class PoolFull(Exception):
+    """All 64 size classes hold entries (a lack of space is answered per key, see Pool.reserve)."""
 
 def crc32c(data: Buffer, seed: int = 0) -> int: ...
 def mix_keys(
@@ -59,6 +60,12 @@ class Pool:
     def address(self) -> int: ...
     @property
     def slab_bytes(self) -> int: ...
+    @property
+    def recovered(self) -> tuple[int, int, int]:
+        """What attach found: (kept ready, freed writing or doomed, dropped as damaged)."""
+    @property
+    def was_clean(self) -> bool:
+        """Whether the owner before this one closed the pool."""
     def stats(self) -> PoolStats: ...
     def prefix(self, keys: NDArray[np.uint8]) -> int:
         """Number of leading keys (n, 16) that are ready. Touches nothing."""
@@ -69,7 +76,10 @@ class Pool:
         Marks them recently used, tail first: within a prefix the tail is evicted before the head.
         """
     def release(self, entries: NDArray[np.uint32]) -> None:
-        """Undo one lease each; a doomed entry is freed with its last lease."""
+        """Undo one lease each; a doomed entry is freed with its last lease.
+
+        In the order of the prefix: what is given later is evicted earlier.
+        """
     def reserve(
         self, keys: NDArray[np.uint8], payload_bytes: int, shards: int
     ) -> NDArray[np.int64]:
@@ -111,6 +121,12 @@ class Mapping:
     def total_bytes(self) -> int: ...
     def load_u64(self, offset: int) -> int:
         """Atomic acquire load of an aligned word (fence words)."""
+    @property
+    def sealed(self) -> bool:
+        """F_SEAL_SHRINK is set: the peer cannot shrink it under a copy (SIGBUS).
+
+        A memfd without it is refused (ValueError); a file of a mounted tmpfs cannot have it.
+        """
 
 class Layout:
     """Runs of one block in a mapping: run r of block b is at offsets[r] + b * strides[r].
@@ -146,7 +162,7 @@ class Completion:
 class CopyEngine:
     """Copy threads. Completions are announced on `eventfd` and fetched by poll()."""
 
-    def __init__(self, threads: int) -> None: ...
+    def __init__(self, threads: int, jobs_max: int = 65536) -> None: ...
     @property
     def eventfd(self) -> int: ...
     @property
@@ -163,9 +179,12 @@ class CopyEngine:
         seeds: NDArray[np.uint32] | None = None,
         expected: NDArray[np.uint32] | None = None,  # SCATTER with crc: verified
         owner: object = None,  # kept alive until the copy stopped
+        pool_bytes: int = 0,  # 0: unknown, offsets are only checked for overflow
     ) -> None: ...
     def cancel(self, ticket: int) -> None:
         """Start no further piece; the completion (cancelled, or done if it was late) still comes."""
     def poll(self) -> list[Completion]: ...
     def close(self) -> None:
         """Stop taking work, drain what runs, join the threads."""
+    def inject_failures(self, count: int) -> None:
+        """For fault tests: the next `count` jobs end with status 3 after their first piece."""

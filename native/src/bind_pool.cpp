@@ -1,5 +1,273 @@
+// Python's view of the pool, the key mix and the checksum (kvferry_native/_native.pyi).
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+#include <memory>
+#include <system_error>
+
+#include "kvferry/crc32c.h"
+#include "kvferry/key_mix.h"
+#include "kvferry/pool.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
-void bind_pool(nb::module_&) {}
+namespace {
+
+using kvferry::KeyView;
+using kvferry::Pool;
+
+// Arrays are taken as they are: a silent conversion would hide a caller's mistake, so each of
+// these arguments is declared noconvert.
+using Keys =
+    nb::ndarray<const uint8_t, nb::shape<-1, kvferry::kKeyBytes>, nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+KeyView view(const Keys& keys) {
+    return {keys.data(), keys.shape(0)};
+}
+Pool::Ids span(const Words& words) {
+    return {words.data(), words.shape(0)};
+}
+
+// A numpy array that owns its memory.
+template <class T>
+class NewArray {
+  public:
+    explicit NewArray(size_t size) : data_(new T[size == 0 ? 1 : size]), size_(size) {}
+    T* data() { return data_.get(); }
+    nb::ndarray<nb::numpy, T, nb::ndim<1>> take() {
+        T* data = data_.get();
+        nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+        data_.release();
+        return {data, {size_}, owner};
+    }
+
+  private:
+    std::unique_ptr<T[]> data_;
+    size_t size_;
+};
+
+// Any contiguous readable buffer: bytes, memoryview, a message frame, an array.
+class ReadBuffer {
+  public:
+    explicit ReadBuffer(nb::handle from) {
+        if (PyObject_GetBuffer(from.ptr(), &view_, PyBUF_SIMPLE) != 0) {
+            throw nb::python_error();
+        }
+    }
+    ReadBuffer(const ReadBuffer&) = delete;
+    ReadBuffer& operator=(const ReadBuffer&) = delete;
+    ~ReadBuffer() { PyBuffer_Release(&view_); }
+    const std::byte* data() const { return static_cast<const std::byte*>(view_.buf); }
+    size_t size() const { return static_cast<size_t>(view_.len); }
+
+  private:
+    Py_buffer view_;
+};
+
+// What Python holds: close() ends the mapping while the object may live on.
+class PyPool {
+  public:
+    explicit PyPool(std::unique_ptr<Pool> pool) : pool_(std::move(pool)) {}
+    Pool& get() {
+        if (!pool_) {
+            throw std::invalid_argument("the pool is closed");
+        }
+        return *pool_;
+    }
+    void close() {
+        if (pool_) {
+            pool_->mark_clean();
+            pool_.reset();
+        }
+    }
+
+  private:
+    std::unique_ptr<Pool> pool_;
+};
+
+uint32_t py_crc32c(nb::handle data, uint32_t seed) {
+    const ReadBuffer buffer(data);
+    return kvferry::crc32c(buffer.data(), buffer.size(), seed);
+}
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> py_mix_keys(nb::bytes name_space, uint32_t group,
+                                                         uint32_t end_kind, nb::handle hashes,
+                                                         size_t hash_bytes, size_t first,
+                                                         size_t step) {
+    const ReadBuffer buffer(hashes);
+    if (name_space.size() != kvferry::kKeyBytes) {
+        throw std::invalid_argument("namespace has " + std::to_string(name_space.size()) +
+                                    " bytes: it must have 16");
+    }
+    if (hash_bytes == 0 || hash_bytes > kvferry::kHashBytesMax || buffer.size() % hash_bytes != 0) {
+        throw std::invalid_argument("hashes: " + std::to_string(buffer.size()) +
+                                    " bytes are no whole number of hashes of " +
+                                    std::to_string(hash_bytes) + " bytes (1 .. 1024)");
+    }
+    if (step == 0) {
+        throw std::invalid_argument("step is 0: it must be at least 1");
+    }
+    const kvferry::MixInput input{.name_space = static_cast<const std::byte*>(name_space.data()),
+                                  .group = group,
+                                  .end_kind = end_kind,
+                                  .hashes = buffer.data(),
+                                  .total = buffer.size() / hash_bytes,
+                                  .hash_bytes = hash_bytes,
+                                  .first = first,
+                                  .step = step};
+    const size_t count = kvferry::mixed_count(input);
+    auto keys = std::make_unique<uint8_t[]>(count * kvferry::kKeyBytes + 1);
+    kvferry::mix_keys(input, reinterpret_cast<std::byte*>(keys.get()));
+    nb::capsule owner(keys.get(), [](void* p) noexcept { delete[] static_cast<uint8_t*>(p); });
+    return {keys.release(), {count, kvferry::kKeyBytes}, owner};
+}
+
+PyPool* py_create(int fd, uint64_t segment_bytes, uint64_t slab_bytes, uint64_t keys_max,
+                  uint64_t epoch, int threads) {
+    const nb::gil_scoped_release unlocked;  // touching the pages takes seconds
+    return new PyPool(Pool::create(fd, segment_bytes, slab_bytes, keys_max, epoch, threads));
+}
+
+PyPool* py_attach(int fd, uint64_t epoch) {
+    const nb::gil_scoped_release unlocked;
+    return new PyPool(Pool::attach(fd, epoch));
+}
+
+auto py_present(PyPool& self, const Keys& keys) {
+    NewArray<bool> out(keys.shape(0));
+    self.get().present(view(keys), out.data());
+    return out.take();
+}
+
+auto py_lease(PyPool& self, const Keys& keys) {
+    const std::vector<uint32_t> ids = self.get().lease(view(keys));
+    NewArray<uint32_t> out(ids.size());
+    std::copy(ids.begin(), ids.end(), out.data());
+    return out.take();
+}
+
+auto py_reserve(PyPool& self, const Keys& keys, uint64_t payload_bytes, uint32_t shards) {
+    NewArray<int64_t> out(keys.shape(0));
+    self.get().reserve(view(keys), payload_bytes, shards, out.data());
+    return out.take();
+}
+
+auto py_payload_offsets(PyPool& self, const Words& entries) {
+    NewArray<uint64_t> out(entries.shape(0));
+    self.get().payload_offsets(span(entries), out.data());
+    return out.take();
+}
+
+void py_set_crcs(PyPool& self, const Words& entries, uint32_t shard, const Words& crcs) {
+    if (entries.shape(0) != crcs.shape(0)) {
+        throw std::invalid_argument("set_crcs: " + std::to_string(entries.shape(0)) +
+                                    " entries, but " + std::to_string(crcs.shape(0)) + " crcs");
+    }
+    self.get().set_crcs(span(entries), shard, crcs.data());
+}
+
+auto py_crcs(PyPool& self, const Words& entries, uint32_t shard) {
+    NewArray<uint32_t> out(entries.shape(0));
+    NewArray<bool> stored(entries.shape(0));
+    self.get().crcs(span(entries), shard, out.data(), stored.data());
+    return std::make_tuple(out.take(), stored.take());
+}
+
+auto py_seeds(PyPool& self, const Words& entries) {
+    NewArray<uint32_t> out(entries.shape(0));
+    self.get().seeds(span(entries), out.data());
+    return out.take();
+}
+
+auto py_recovered(PyPool& self) {
+    const kvferry::Recovered& found = self.get().recovered();
+    return std::make_tuple(found.kept, found.freed, found.dropped);
+}
+
+void translate_system_error(const std::exception_ptr& error, void*) {
+    try {
+        std::rethrow_exception(error);
+    } catch (const std::system_error& known) {
+        const std::string text = std::string(known.what());
+        const nb::object args = nb::make_tuple(known.code().value(), text);
+        PyErr_SetObject(PyExc_OSError, args.ptr());
+    }
+}
+
+void bind_stats(nb::module_& m) {
+    using kvferry::PoolStats;
+    nb::class_<PoolStats>(m, "PoolStats")
+        .def_ro("total_bytes", &PoolStats::total_bytes)
+        .def_ro("used_bytes", &PoolStats::used_bytes)
+        .def_ro("ready", &PoolStats::ready)
+        .def_ro("writing", &PoolStats::writing)
+        .def_ro("doomed", &PoolStats::doomed)
+        .def_ro("leased", &PoolStats::leased)
+        .def_ro("keys_max", &PoolStats::keys_max)
+        .def_ro("evictions", &PoolStats::evictions)
+        .def_ro("dropped_before_reuse", &PoolStats::dropped_before_reuse)
+        .def_ro("slabs", &PoolStats::slabs)
+        .def_ro("slabs_free", &PoolStats::slabs_free);
+}
+
+void bind_lookups(nb::class_<PyPool>& pool) {
+    pool.def_prop_ro("address",
+                     [](PyPool& self) { return reinterpret_cast<uintptr_t>(self.get().base()); })
+        .def_prop_ro("slab_bytes", [](PyPool& self) { return self.get().layout().slab_bytes; })
+        .def_prop_ro("recovered", &py_recovered)
+        .def_prop_ro("was_clean", [](PyPool& self) { return self.get().recovered().clean; })
+        .def("stats", [](PyPool& self) { return self.get().stats(); })
+        .def(
+            "prefix", [](PyPool& self, const Keys& keys) { return self.get().prefix(view(keys)); },
+            "keys"_a.noconvert())
+        .def("present", &py_present, "keys"_a.noconvert())
+        .def("payload_offsets", &py_payload_offsets, "entries"_a.noconvert())
+        .def("crcs", &py_crcs, "entries"_a.noconvert(), "shard"_a)
+        .def("seeds", &py_seeds, "entries"_a.noconvert())
+        .def("check", [](PyPool& self) { return self.get().check(); });
+}
+
+template <void (Pool::*Method)(Pool::Ids)>
+void call(PyPool& self, const Words& entries) {
+    (self.get().*Method)(span(entries));
+}
+
+void bind_changes(nb::class_<PyPool>& pool) {
+    pool.def("lease", &py_lease, "keys"_a.noconvert())
+        .def("release", &call<&Pool::release>, "entries"_a.noconvert())
+        .def("reserve", &py_reserve, "keys"_a.noconvert(), "payload_bytes"_a, "shards"_a)
+        .def("set_crcs", &py_set_crcs, "entries"_a.noconvert(), "shard"_a, "crcs"_a.noconvert())
+        .def("commit", &call<&Pool::commit>, "entries"_a.noconvert())
+        .def("abort", &call<&Pool::abort>, "entries"_a.noconvert())
+        .def("doom", &call<&Pool::doom>, "entries"_a.noconvert())
+        .def("clear", [](PyPool& self) { return self.get().clear(); })
+        .def("close", &PyPool::close);
+}
+
+}  // namespace
+
+void bind_pool(nb::module_& m) {
+    m.attr("KEY_BYTES") = kvferry::kKeyBytes;
+    m.attr("FORMAT_VERSION") = kvferry::kFormatVersion;
+    nb::exception<kvferry::PoolFormatError>(m, "PoolFormatError");
+    nb::exception<kvferry::PoolFull>(m, "PoolFull");
+    nb::register_exception_translator(translate_system_error);
+    m.def("crc32c", &py_crc32c, "data"_a, "seed"_a = 0);
+    m.def("mix_keys", &py_mix_keys, "namespace"_a, "group"_a, "end_kind"_a, "hashes"_a,
+          "hash_bytes"_a, "first"_a, "step"_a);
+    bind_stats(m);
+    nb::class_<PyPool> pool(m, "Pool");
+    pool.def_static("create", &py_create, "fd"_a, "segment_bytes"_a, "slab_bytes"_a, "keys_max"_a,
+                    "epoch"_a, "threads"_a)
+        .def_static("attach", &py_attach, "fd"_a, "epoch"_a)
+        .def_static("segment_bytes_for", &kvferry::segment_bytes_for, "arena_bytes"_a,
+                    "slab_bytes"_a, "keys_max"_a);
+    bind_lookups(pool);
+    bind_changes(pool);
+}

@@ -1,1 +1,295 @@
-// placeholder
+#include "kvferry/pool.h"
+
+#include <algorithm>
+
+namespace kvferry {
+namespace {
+
+constexpr uint16_t kLeasesMax = 0xFFFF;
+
+[[noreturn]] void refuse(const char* verb, uint32_t id, const char* why) {
+    throw std::invalid_argument(std::string(verb) + ": entry " + std::to_string(id) + " " + why);
+}
+
+const char* name_of(EntryState state) {
+    constexpr const char* kNames[] = {"is free", "is writing", "is ready", "is doomed"};
+    return kNames[static_cast<size_t>(state)];
+}
+
+}  // namespace
+
+Pool::Pool(Segment segment, const SegmentLayout& layout)
+    : segment_(std::move(segment)),
+      layout_(layout),
+      entries_(reinterpret_cast<Entry*>(segment_.base() + layout.entries_at)),
+      links_(reinterpret_cast<Links*>(segment_.base() + layout.links_at)),
+      buckets_(reinterpret_cast<Bucket*>(segment_.base() + layout.buckets_at), layout.buckets,
+               entries_),
+      slabs_(layout.slabs, layout.slab_bytes),
+      lists_(entries_, links_, slabs_) {}
+
+PoolStats Pool::stats() const {
+    PoolStats stats;
+    stats.total_bytes = layout_.slabs * layout_.slab_bytes;
+    stats.used_bytes = slabs_.used_bytes();
+    stats.ready = counts_[static_cast<size_t>(EntryState::kReady)];
+    stats.writing = counts_[static_cast<size_t>(EntryState::kWriting)];
+    stats.doomed = counts_[static_cast<size_t>(EntryState::kDoomed)];
+    stats.leased = leased_;
+    stats.keys_max = layout_.keys_max;
+    stats.evictions = evictions_;
+    stats.dropped_before_reuse = dropped_before_reuse_;
+    stats.slabs = layout_.slabs;
+    stats.slabs_free = slabs_.free_slabs();
+    return stats;
+}
+
+// Either of `ids` and `count` may be null.
+void Pool::find_ready_prefix(KeyView keys, std::vector<uint32_t>* ids, size_t* count) const {
+    uint32_t found[Buckets::kGroup];
+    for (size_t at = 0; at < keys.size(); at += Buckets::kGroup) {
+        const size_t n = std::min(Buckets::kGroup, keys.size() - at);
+        buckets_.find_group(keys.from(at, n), found);
+        for (size_t i = 0; i < n; ++i) {
+            if (found[i] == kNone || entries_[found[i]].load_state() != EntryState::kReady) {
+                return;
+            }
+            if (ids != nullptr) {
+                ids->push_back(found[i]);
+            }
+            if (count != nullptr) {
+                ++*count;
+            }
+        }
+    }
+}
+
+size_t Pool::prefix(KeyView keys) const {
+    size_t count = 0;
+    find_ready_prefix(keys, nullptr, &count);
+    return count;
+}
+
+void Pool::present(KeyView keys, bool* out) const {
+    uint32_t found[Buckets::kGroup];
+    for (size_t at = 0; at < keys.size(); at += Buckets::kGroup) {
+        const size_t n = std::min(Buckets::kGroup, keys.size() - at);
+        buckets_.find_group(keys.from(at, n), found);
+        for (size_t i = 0; i < n; ++i) {
+            out[at + i] =
+                found[i] != kNone && entries_[found[i]].load_state() == EntryState::kReady;
+        }
+    }
+}
+
+std::vector<uint32_t> Pool::lease(KeyView keys) {
+    std::vector<uint32_t> ids;
+    ids.reserve(keys.size());
+    find_ready_prefix(keys, &ids, nullptr);
+    for (size_t i = 0; i < ids.size(); ++i) {
+        Entry& entry = entries_[ids[i]];
+        if (entry.leases == kLeasesMax) {
+            ids.resize(i);
+            break;
+        }
+        leased_ += entry.leases == 0 ? 1 : 0;
+        ++entry.leases;
+        lists_.remove(ids[i]);
+        entry.flags |= kLeasedOnce;
+    }
+    for (size_t i = ids.size(); i-- > 0;) {
+        touch(entries_[ids[i]]);
+    }
+    return ids;
+}
+
+void Pool::release(Ids ids) {
+    for (size_t i = 0; i < ids.size(); ++i) {
+        const bool held = ids[i] < layout_.keys_max && entries_[ids[i]].leases > 0;
+        if (!held) {
+            for (size_t done = 0; done < i; ++done) {
+                ++entries_[ids[done]].leases;
+            }
+            refuse("release", ids[i], "has no lease left to release");
+        }
+        --entries_[ids[i]].leases;
+    }
+    for (size_t i = ids.size(); i-- > 0;) {
+        const uint32_t id = ids[i];
+        Entry& entry = entries_[id];
+        const EntryState state = entry.load_state();
+        // An id given twice is settled at its first visit here.
+        if (entry.leases > 0 || (entry.flags & kInList) != 0 || state == EntryState::kFree) {
+            continue;
+        }
+        --leased_;
+        if (state == EntryState::kDoomed) {
+            free_entry(id);
+            continue;
+        }
+        touch(entry);
+        lists_.push(id, kInProtected);
+    }
+}
+
+void Pool::commit(Ids ids) {
+    require_state(ids, EntryState::kWriting, "commit");
+    require_distinct(ids, "commit");
+    for (size_t i = ids.size(); i-- > 0;) {
+        Entry& entry = entries_[ids[i]];
+        touch(entry);
+        move_state(entry, EntryState::kReady);
+        lists_.push(ids[i], kInProbation);
+    }
+}
+
+void Pool::abort(Ids ids) {
+    require_state(ids, EntryState::kWriting, "abort");
+    require_distinct(ids, "abort");
+    for (const uint32_t id : ids) {
+        free_entry(id);
+    }
+}
+
+void Pool::doom(Ids ids) {
+    for (const uint32_t id : ids) {
+        if (known(id).load_state() == EntryState::kWriting) {
+            refuse("doom", id, "is writing: abort it");
+        }
+    }
+    for (const uint32_t id : ids) {
+        Entry& entry = entries_[id];
+        if (entry.load_state() != EntryState::kReady) {
+            continue;  // given twice, or doomed by another reader
+        }
+        if (entry.leases > 0) {
+            move_state(entry, EntryState::kDoomed);
+        } else {
+            lists_.remove(id);
+            free_entry(id);
+        }
+    }
+}
+
+uint64_t Pool::clear() {
+    uint64_t dropped = 0;
+    for (uint8_t c = 0; c < kClassesMax; ++c) {
+        for (uint32_t id = lists_.coldest(c); id != kNone; id = lists_.coldest(c)) {
+            lists_.remove(id);
+            free_entry(id);
+            ++dropped;
+        }
+    }
+    return dropped;
+}
+
+void Pool::payload_offsets(Ids ids, uint64_t* out) const {
+    for (size_t i = 0; i < ids.size(); ++i) {
+        out[i] = layout_.arena_at + known(ids[i]).slot * uint64_t{kUnitBytes};
+    }
+}
+
+void Pool::set_crcs(Ids ids, uint32_t shard, const uint32_t* crcs) {
+    for (const uint32_t id : ids) {
+        if (shard >= known(id).shards) {
+            refuse("set_crcs", id, "does not have that shard");
+        }
+    }
+    for (size_t i = 0; i < ids.size(); ++i) {
+        Trailer& stored = trailer(entries_[ids[i]]);
+        stored.crcs[shard] = crcs[i];
+        publish_fence();  // the bit says that the value is there
+        stored.valid_mask |= 1u << shard;
+    }
+}
+
+void Pool::crcs(Ids ids, uint32_t shard, uint32_t* out, bool* stored) const {
+    for (size_t i = 0; i < ids.size(); ++i) {
+        const Entry& entry = known(ids[i]);
+        if (shard >= entry.shards) {
+            refuse("crcs", ids[i], "does not have that shard");
+        }
+        const Trailer& from = trailer(entry);
+        stored[i] = (from.valid_mask >> shard & 1) != 0;
+        out[i] = stored[i] ? from.crcs[shard] : 0;
+    }
+}
+
+void Pool::seeds(Ids ids, uint32_t* out) const {
+    for (size_t i = 0; i < ids.size(); ++i) {
+        out[i] = crc_seed(known(ids[i]).key);
+    }
+}
+
+void Pool::mark_clean() {
+    header().clean = 1;
+}
+
+Entry& Pool::known(uint32_t id) const {
+    if (id >= layout_.keys_max) {
+        throw std::invalid_argument("entry " + std::to_string(id) +
+                                    " is out of range: the pool has " +
+                                    std::to_string(layout_.keys_max));
+    }
+    if (entries_[id].load_state() == EntryState::kFree) {
+        throw std::invalid_argument("entry " + std::to_string(id) + " is free");
+    }
+    return entries_[id];
+}
+
+void Pool::require_state(Ids ids, EntryState wanted, const char* verb) const {
+    for (const uint32_t id : ids) {
+        if (const EntryState state = known(id).load_state(); state != wanted) {
+            refuse(verb, id, name_of(state));
+        }
+    }
+}
+
+void Pool::require_distinct(Ids ids, const char* verb) {
+    std::vector<uint32_t> sorted(ids.begin(), ids.end());
+    std::sort(sorted.begin(), sorted.end());
+    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+    if (twice != sorted.end()) {
+        refuse(verb, *twice, "is given twice");
+    }
+}
+
+void Pool::touch(Entry& entry) {
+    entry.set_last_use(++use_);
+    slabs_.of(entry.slot).newest_use = use_;
+}
+
+void Pool::move_state(Entry& entry, EntryState next) {
+    --counts_[static_cast<size_t>(entry.load_state())];
+    ++counts_[static_cast<size_t>(next)];
+    entry.store_state(next);
+}
+
+// The entry is in no list. Its slot may be given away only once the state is stored.
+void Pool::free_entry(uint32_t id) {
+    Entry& entry = entries_[id];
+    move_state(entry, EntryState::kFree);
+    publish_fence();
+    buckets_.erase(id);
+    slabs_.give(entry.slot);
+    push_free_id(id);
+}
+
+void Pool::push_free_id(uint32_t id) {
+    links_[id].next = free_id_;
+    free_id_ = id;
+}
+
+uint32_t Pool::pop_free_id() {
+    const uint32_t id = free_id_;
+    free_id_ = links_[id].next;
+    return id;
+}
+
+Trailer& Pool::trailer(const Entry& entry) const {
+    const uint64_t units = slabs_.in_class(entry.size_class).units;
+    const uint64_t end = (entry.slot + units) * kUnitBytes;
+    return *reinterpret_cast<Trailer*>(segment_.base() + layout_.arena_at + end - sizeof(Trailer));
+}
+
+}  // namespace kvferry

@@ -1,0 +1,36 @@
+// A peer's memory, mapped from a descriptor it passed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvferry {
+
+// Read-write, shared, kept out of core dumps. The descriptor may be closed once this exists.
+//
+// A peer that shrinks its file would turn our next access into SIGBUS, so a memfd is taken only
+// with F_SEAL_SHRINK. Files of a mounted tmpfs cannot be sealed; they are taken as they are, and
+// sealed() tells the caller, who decides whom to trust.
+class Mapping {
+  public:
+    // Throws std::invalid_argument (not a plain file, too small, not sealed) or std::system_error.
+    Mapping(int fd, uint64_t total_bytes);
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+
+    std::byte* data() const noexcept { return data_; }
+    uint64_t total_bytes() const noexcept { return total_bytes_; }
+    bool sealed() const noexcept { return sealed_; }
+
+    // Atomic acquire load of an aligned word. Throws std::invalid_argument when it is not aligned
+    // or not inside.
+    uint64_t load_u64(uint64_t offset) const;
+
+  private:
+    std::byte* data_ = nullptr;
+    uint64_t total_bytes_ = 0;
+    bool sealed_ = false;
+};
+
+}  // namespace kvferry

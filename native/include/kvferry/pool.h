@@ -1,0 +1,148 @@
+// The host pool: one segment, one owner thread. Nothing here blocks or takes a lock; copy threads
+// touch payload bytes only. Errors: std::invalid_argument names the first offending argument and
+// leaves the pool as it was.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvferry/key_mix.h"
+#include "kvferry/pool_buckets.h"
+#include "kvferry/pool_format.h"
+#include "kvferry/pool_lists.h"
+#include "kvferry/pool_segment.h"
+#include "kvferry/pool_slabs.h"
+
+namespace kvferry {
+
+inline constexpr int64_t kReserveReady = -1;
+inline constexpr int64_t kReserveBusy = -2;     // being written, or doomed and still leased
+inline constexpr int64_t kReserveNoSpace = -3;  // nothing evictable is left
+
+struct PoolStats {
+    uint64_t total_bytes = 0;
+    uint64_t used_bytes = 0;
+    uint64_t ready = 0;
+    uint64_t writing = 0;
+    uint64_t doomed = 0;
+    uint64_t leased = 0;  // entries that have a lease
+    uint64_t keys_max = 0;
+    uint64_t evictions = 0;
+    uint64_t dropped_before_reuse = 0;  // evicted and never leased
+    uint64_t slabs = 0;
+    uint64_t slabs_free = 0;
+};
+
+// What attach() found.
+struct Recovered {
+    uint64_t kept = 0;     // ready
+    uint64_t freed = 0;    // writing or doomed
+    uint64_t dropped = 0;  // an impossible slot, an overlap, a key twice
+    bool clean = false;    // the last owner closed the pool
+};
+
+class Pool {
+  public:
+    using Ids = std::span<const uint32_t>;
+
+    static std::unique_ptr<Pool> create(int fd, uint64_t segment_bytes, uint64_t slab_bytes,
+                                        uint64_t keys_max, uint64_t epoch, int threads);
+    static std::unique_ptr<Pool> attach(int fd, uint64_t epoch);
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+    ~Pool() = default;
+
+    std::byte* base() const { return segment_.base(); }
+    const SegmentLayout& layout() const { return layout_; }
+    const Recovered& recovered() const { return recovered_; }
+    PoolStats stats() const;
+
+    // Lookups
+    size_t prefix(KeyView keys) const;
+    void present(KeyView keys, bool* out) const;
+
+    // Leases the leading ready keys and returns their ids. An entry that has all the leases it can
+    // count (65,535) ends the prefix.
+    std::vector<uint32_t> lease(KeyView keys);
+    // In the order of the prefix: later entries are evicted before earlier ones.
+    void release(Ids ids);
+
+    // out[i]: entry id or one of kReserve*. Throws PoolFull when no size class is left.
+    void reserve(KeyView keys, uint64_t payload_bytes, uint32_t shards, int64_t* out);
+    void commit(Ids ids);
+    void abort(Ids ids);
+    void doom(Ids ids);
+    uint64_t clear();
+
+    // Of entries in any state but free
+    void payload_offsets(Ids ids, uint64_t* out) const;
+    void set_crcs(Ids ids, uint32_t shard, const uint32_t* crcs);
+    void crcs(Ids ids, uint32_t shard, uint32_t* out, bool* stored) const;
+    void seeds(Ids ids, uint32_t* out) const;
+
+    std::vector<std::string> check() const;
+    void mark_clean();
+
+  private:
+    friend class PoolChecker;  // pool_check.cpp
+
+    // One call of reserve().
+    struct Reservation {
+        uint8_t size_class;
+        uint8_t shards;
+        bool may_steal_older = true;
+    };
+
+    Pool(Segment segment, const SegmentLayout& layout);
+    Header& header() const { return *reinterpret_cast<Header*>(segment_.base()); }
+
+    // pool.cpp
+    Entry& known(uint32_t id) const;  // throws unless the id names an entry that is not free
+    void require_state(Ids ids, EntryState wanted, const char* verb) const;
+    static void require_distinct(Ids ids, const char* verb);
+    void touch(Entry& entry);
+    void move_state(Entry& entry, EntryState next);
+    void free_entry(uint32_t id);
+    void push_free_id(uint32_t id);
+    uint32_t pop_free_id();
+    void find_ready_prefix(KeyView keys, std::vector<uint32_t>* ids, size_t* count) const;
+    Trailer& trailer(const Entry& entry) const;
+
+    // pool_reserve.cpp
+    std::vector<uint32_t> hold_found(KeyView keys, int64_t* out);
+    int64_t reserve_one(const Key& key, Reservation& call);
+    uint32_t take_slot(uint32_t id, Reservation& call);
+    bool evict_one(uint8_t size_class);
+    bool evict_anywhere();
+    bool steal_older_slab(uint8_t size_class);
+    bool steal_coldest_slab();
+    void evict_slab(Slab& slab);
+    void evict(uint32_t id);
+
+    // pool_attach.cpp
+    void format();
+    void recover();
+    bool adopt(uint32_t id);
+    void relink(const std::vector<uint32_t>& kept);
+
+    Segment segment_;
+    SegmentLayout layout_;
+    Entry* entries_;
+    Links* links_;
+    Buckets buckets_;
+    Slabs slabs_;
+    Lists lists_;
+    uint32_t free_id_ = kNone;  // chain through links
+    uint64_t use_ = 0;          // the use counter
+    uint64_t counts_[4] = {};   // entries by EntryState
+    uint64_t leased_ = 0;
+    uint64_t evictions_ = 0;
+    uint64_t dropped_before_reuse_ = 0;
+    Recovered recovered_;
+};
+
+}  // namespace kvferry

@@ -1,0 +1,95 @@
+#include "kvferry/mapping.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <system_error>
+
+namespace kvferry {
+namespace {
+
+// A memfd without sealing and a file of a mounted tmpfs both answer F_SEAL_SEAL; the kernel tells
+// them apart only by the name it gives to a memfd.
+bool is_memfd(int fd) {
+    std::array<char, 64> target{};
+    const std::string link = "/proc/self/fd/" + std::to_string(fd);
+    const ssize_t length = readlink(link.c_str(), target.data(), target.size());
+    return length > 0 &&
+           std::string_view(target.data(), static_cast<size_t>(length)).starts_with("/memfd:");
+}
+
+bool check_seals(int fd) {
+    const int seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0) {
+        return false;  // EINVAL: a file system without seals
+    }
+    if ((seals & F_SEAL_WRITE) != 0) {
+        throw std::invalid_argument(
+            "the memfd is sealed against writing (F_SEAL_WRITE), but loads write into it: "
+            "seal it with F_SEAL_SHRINK only");
+    }
+    if ((seals & F_SEAL_SHRINK) != 0) {
+        return true;
+    }
+    if (is_memfd(fd)) {
+        throw std::invalid_argument(
+            "the memfd lacks F_SEAL_SHRINK: its owner could shrink it under a running copy; "
+            "create it with MFD_ALLOW_SEALING and add F_SEAL_SHRINK after sizing it");
+    }
+    return false;
+}
+
+void check_size(int fd, uint64_t total_bytes) {
+    struct stat info{};
+    if (fstat(fd, &info) != 0) {
+        throw std::system_error(errno, std::generic_category(), "cannot stat the descriptor");
+    }
+    if (!S_ISREG(info.st_mode)) {
+        throw std::invalid_argument(
+            "the descriptor is not a memfd or a file: only those can be mapped");
+    }
+    const auto file_bytes = static_cast<uint64_t>(info.st_size);
+    if (total_bytes == 0 || file_bytes < total_bytes) {
+        throw std::invalid_argument("cannot map " + std::to_string(total_bytes) +
+                                    " bytes of a file of " + std::to_string(file_bytes) +
+                                    " bytes: size the file before it is passed");
+    }
+}
+
+}  // namespace
+
+Mapping::Mapping(int fd, uint64_t total_bytes) : total_bytes_(total_bytes) {
+    // The seal first: a size checked before it could still change.
+    sealed_ = check_seals(fd);
+    check_size(fd, total_bytes);
+    void* data = mmap(nullptr, total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (data == MAP_FAILED) {
+        throw std::system_error(errno, std::generic_category(),
+                                "cannot map " + std::to_string(total_bytes) + " bytes read-write");
+    }
+    data_ = static_cast<std::byte*>(data);
+    // Best effort: a kernel that refuses only writes larger core dumps.
+    madvise(data, total_bytes, MADV_DONTDUMP);
+}
+
+Mapping::~Mapping() {
+    munmap(data_, total_bytes_);
+}
+
+uint64_t Mapping::load_u64(uint64_t offset) const {
+    if (offset % sizeof(uint64_t) != 0 || total_bytes_ < sizeof(uint64_t) ||
+        offset > total_bytes_ - sizeof(uint64_t)) {
+        throw std::invalid_argument("no aligned 8-byte word at offset " + std::to_string(offset) +
+                                    " of a mapping of " + std::to_string(total_bytes_) + " bytes");
+    }
+    return __atomic_load_n(reinterpret_cast<const uint64_t*>(data_ + offset), __ATOMIC_ACQUIRE);
+}
+
+}  // namespace kvferry

@@ -1,0 +1,51 @@
+"""The native tests under ASan with UBSan, and under TSan.
+
+The builds stay in build/native-<sanitizer>: the first run takes minutes, later ones seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TESTS = sorted(path.stem for path in (ROOT / "native/tests").glob("test_*.cpp"))
+SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
+
+
+def run(*command: str, deadline_s: float) -> None:
+    """Run a command of ours; its whole output is the failure's text."""
+    environment = os.environ | {
+        "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=deadline_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout.decode(errors='replace')}"
+
+
+@pytest.fixture(scope="module", params=sorted(SANITIZERS))
+def build(request: pytest.FixtureRequest) -> Path:
+    name = request.param
+    folder = ROOT / "build" / f"native-{name}"
+    configure = ["cmake", "-S", str(ROOT), "-B", str(folder), "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    options = ["-DKVFERRY_PYTHON=OFF", "-DKVFERRY_TESTS=ON"]
+    run(*configure, *options, f"-DKVFERRY_SANITIZE={SANITIZERS[name]}", deadline_s=120)
+    run("cmake", "--build", str(folder), deadline_s=1200)
+    return folder
+
+
+@pytest.mark.timeout(1500)  # the first test of a sanitizer builds everything
+@pytest.mark.parametrize("name", TESTS)
+def test_under_sanitizer(build: Path, name: str) -> None:
+    run(str(build / "native" / name), deadline_s=300)
