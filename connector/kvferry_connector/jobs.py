@@ -1,0 +1,148 @@
+"""Jobs: how they travel to the ranks, which are open, and the engine's blocks they pin.
+
+A pinned block stays allocated whatever becomes of
+its request (finish, abort, preemption), because a copy may still read it: only the reports of
+all ranks free it, once per job.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvferry_connector import vllm_compat
+from kvferry_connector.wire import hot
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+NO_EPOCH = 0  # of a load that must fail: no sidecar ever has this epoch
+
+
+class JobOrder(NamedTuple):
+    """One job for every rank: encoded once, forwarded byte for byte with its raw ``frames``.
+
+    ``epoch`` is the sidecar's that gave the lease or announced the save rules; another one
+    refuses. ``request`` is the id a load is reported under.
+    """
+
+    job: int
+    request: str
+    epoch: int
+    body: bytes
+    frames: tuple[bytes, ...]
+
+
+class Report(NamedTuple):
+    """The end of a job on one rank; ``status`` as in wire.hot.Outcome."""
+
+    rank: int
+    status: str
+    reason: str
+    shorter_tokens: int = 0
+
+
+def cut_tables(
+    table: Sequence[Sequence[KVCacheBlock]],
+    block_tokens: Sequence[int],
+    groups: Iterable[int],
+    start_tokens: int,
+    end_tokens: int,
+) -> tuple[list[hot.TableSlice], list[int]]:
+    """Return the slices of ``groups`` over ``[start_tokens, end_tokens)`` and their block ids.
+
+    ``table`` is the manager's full table of every group, ``block_tokens`` the effective block
+    size B_g of every group. Raises ValueError when a table ends before ``end_tokens``.
+    """
+    slices: list[hot.TableSlice] = []
+    ids: list[int] = []
+    for group in groups:
+        size = block_tokens[group]
+        first, last = start_tokens // size, -(-end_tokens // size)
+        part = table[group][first:last]
+        if len(part) != last - first:
+            raise ValueError(f"the table of group {group} ends before token {end_tokens}")
+        slices.append(hot.TableSlice(group, first, last - first))
+        ids += [block.block_id for block in part]
+    return slices, ids
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Return block ids as a table frame (int32, little endian)."""
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+@dataclass(slots=True)
+class Job:
+    """An open job: which ranks have reported, and what it pins (nothing for a load)."""
+
+    is_load: bool
+    block_ids: list[int] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+    done: bool = True
+
+
+class Jobs:
+    """The open jobs of one engine. Job numbers grow over its life and are never used again."""
+
+    def __init__(self, world_size: int, pinned_blocks_max: int) -> None:
+        self._world_size = world_size
+        self.pinned_blocks_max = pinned_blocks_max
+        self.pinned_blocks = 0
+        self.pool: BlockPool | None = None
+        self._open: dict[int, Job] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, job: int) -> bool:
+        return job in self._open
+
+    @property
+    def room(self) -> int:
+        """How many more blocks may be pinned."""
+        return max(0, self.pinned_blocks_max - self.pinned_blocks)
+
+    def open_load(self) -> int:
+        """Return the number of a new load job."""
+        self._last += 1
+        self._open[self._last] = Job(is_load=True)
+        return self._last
+
+    def open_save(self, block_ids: Iterable[int]) -> int:
+        """Pin each block once and return the number of the job that holds them.
+
+        Raises ValueError for the null block, which has no owner, and when no pool is bound.
+        """
+        if self.pool is None:
+            raise ValueError("bind_kv_cache_manager was not called: no block can be pinned")
+        ids = list(dict.fromkeys(block_ids))
+        vllm_compat.touch(self.pool, ids)
+        self.pinned_blocks += len(ids)
+        self._last += 1
+        self._open[self._last] = Job(is_load=False, block_ids=ids)
+        return self._last
+
+    def report(self, number: int, rank: int, done: bool) -> Job | None:
+        """Note one rank's end of a job; returns the job when it was the last one, now closed."""
+        job = self._open.get(number)
+        if job is None or rank in job.ranks:
+            return None
+        job.ranks.add(rank)
+        job.done = job.done and done
+        if len(job.ranks) < self._world_size:
+            return None
+        self.close(number)
+        return job
+
+    def close(self, number: int) -> None:
+        """Free what a job pins: all ranks have reported, or none was ever told of it."""
+        job = self._open.pop(number, None)
+        if job is not None and job.block_ids and self.pool is not None:
+            self.pinned_blocks -= len(job.block_ids)
+            # Tail first: a prefix is worth most at its start.
+            vllm_compat.free(self.pool, reversed(job.block_ids))

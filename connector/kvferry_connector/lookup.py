@@ -1,0 +1,190 @@
+"""The scheduler half's talk with the sidecar: probes, asks, answers, leases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvferry_connector.client import Client
+from kvferry_connector.config import FerryConfig
+from kvferry_connector.half import Half
+from kvferry_connector.link import Link
+from kvferry_connector.requests import Admission, EngineRequest, Limits, Phase, Send, Tracked
+from kvferry_connector.wire import hot
+from kvferry_connector.wire.attach import RegisterEngine
+
+MakeClient = Callable[[FerryConfig, Half, RegisterEngine], Client]
+Count = Callable[..., None]
+
+
+class Lookup:
+    """Answers "how much of this request do you have?" within its time, for all admissions.
+
+    ``count(name, number=1)`` takes the events. Waits at most ``lookup_wait_us_max`` per step.
+    """
+
+    def __init__(
+        self, config: FerryConfig, hash_tokens: int, align_tokens: int, count: Count
+    ) -> None:
+        self._config = config
+        self._hash_tokens = hash_tokens
+        self._align = align_tokens
+        self._count = count
+        self._limits = Limits(config.probe_ms_max / 1000, config.hint_fresh_ms / 1000)
+        self._open: dict[int, Tracked] = {}  # admissions the sidecar may talk about
+        self._live: set[int] = set()
+        self._live_changed = False
+        self._releases: list[int] = []
+        self._asks = 0
+        self._waited = False
+        self.client: Client | None = None
+
+    def link(self) -> Link | None:
+        """Return the link when the sidecar may be asked: ready and not silent."""
+        client = self.client
+        if client is None:
+            return None
+        link = client.link()
+        return link if link is not None and link.ready and not client.silent() else None
+
+    def begin(self, tracked: Tracked) -> None:
+        """Watch a new admission."""
+        self._open[tracked.admission.number] = tracked
+
+    def look_ahead(self, tracked: Tracked) -> None:
+        """Send the hashes of a new request before it is asked for, if the sidecar is there."""
+        link = self.link()
+        request = tracked.request
+        if link is not None and self._cap(request) > 0 and not request.skip_reading_prefix_cache:
+            self._probe(tracked, link)
+
+    def ask(self, tracked: Tracked, local_tokens: int) -> tuple[int | None, Link | None]:
+        """Return the tokens to load beyond ``local_tokens``, or None for "ask me later"."""
+        link = self.link()
+        admission = tracked.admission
+        if link is None or admission.phase >= Phase.LOADING:
+            return 0, link
+        self._receive(link, 0)
+        cap, epoch, limits = self._cap(tracked.request), link.epoch, self._limits
+        decision = admission.ask(time.monotonic(), local_tokens, cap, epoch, limits)
+        if isinstance(decision, Send):
+            if decision.probe and not self._probe(tracked, link):
+                return 0, link
+            if not self._send_ask(admission, link, local_tokens, cap):
+                return 0, link
+            decision = admission.ask(time.monotonic(), local_tokens, cap, epoch, limits)
+            if isinstance(decision, Send):
+                return None, link  # NeedFull: the full list goes out at the next ask
+        if admission.phase is Phase.NONE:  # its time was over
+            self._count("probe_ms_max")
+            self.settle(admission)
+        return decision.tokens, link
+
+    def settle(self, admission: Admission) -> None:
+        """Nothing is open about this admission any more: the sidecar may forget it."""
+        if self._open.pop(admission.number, None) is not None and admission.epoch:
+            self._releases.append(admission.number)
+        if admission.number in self._live:
+            self._live.discard(admission.number)
+            self._live_changed = True
+
+    def end_step(self) -> None:
+        """Once per step: state the live leases (for heartbeats) and release the others."""
+        self._waited = False
+        if not self._live_changed and not self._releases:
+            return
+        client = self.client
+        if client is not None:
+            if self._live_changed:
+                client.set_live(self._asks, sorted(self._live))
+            link = client.link() if self._releases else None
+            if link is not None:
+                client.send(link, hot.Release(self._releases))
+        self._live_changed, self._releases = False, []
+
+    def cancel(self, job: int) -> None:
+        """Ask for a job's early end; its outcome comes to the ranks as ever."""
+        link = self.client.link() if self.client is not None else None
+        if self.client is not None and link is not None:
+            self.client.send(link, hot.Cancel(job))
+
+    def _cap(self, request: EngineRequest) -> int:
+        """Return the longest hit allowed: an aligned boundary strictly below its length."""
+        tokens = min(request.num_tokens - 1, len(request.block_hashes) * self._hash_tokens)
+        return tokens // self._align * self._align
+
+    def _send(self, link: Link, message: hot.FromHalf, raw: tuple[bytes, ...] = ()) -> bool:
+        if self.client is not None and self.client.send(link, message, raw):
+            return True
+        self._count("sends_refused")
+        return False
+
+    def _probe(self, tracked: Tracked, link: Link) -> bool:
+        """Send all hashes of the request."""
+        request, admission = tracked.request, tracked.admission
+        hashes = request.block_hashes
+        message = hot.Probe(
+            request=request.request_id,
+            admission=admission.number,
+            version=admission.version,
+            start=0,
+            total=len(hashes),
+            num_tokens=request.num_tokens,
+            hash_bytes=len(hashes[0]),
+            predecessor=b"",
+        )
+        if not self._send(link, message, (b"".join(hashes),)):
+            return False
+        admission.probed(link.epoch)
+        return True
+
+    def _send_ask(self, admission: Admission, link: Link, local: int, cap: int) -> bool:
+        """Send an Ask, and wait for its answer if nothing was waited for in this step yet."""
+        if not self._send(link, hot.Ask(admission.number, self._asks + 1, local, cap)):
+            return False
+        self._asks += 1
+        admission.asked(time.monotonic(), self._asks, local)
+        self._mark(admission)
+        wait_s = 0.0 if self._waited else self._config.lookup_wait_us_max * 1e-6
+        self._waited = True
+        deadline = time.perf_counter() + wait_s
+        while admission.phase is Phase.ASKING:
+            left_us = max(0, int((deadline - time.perf_counter()) * 1e6))
+            if not self._receive(link, left_us) or left_us == 0:
+                break
+        return True
+
+    def _receive(self, link: Link, wait_us: int) -> bool:
+        """Take what the sidecar said; whether it said anything."""
+        assert self.client is not None
+        messages = self.client.receive(link, wait_us)
+        now_s = time.monotonic()
+        for message, _ in messages:
+            number = getattr(message, "admission", 0)  # outcomes and job states have none
+            tracked = self._open.get(number)
+            if tracked is not None and tracked.admission.epoch == link.epoch:
+                self._hear(tracked.admission, message, now_s)
+                self._mark(tracked.admission)
+        return bool(messages)
+
+    def _hear(self, admission: Admission, message: hot.FromSidecar, now_s: float) -> None:
+        if isinstance(message, hot.NeedFull):
+            admission.void()
+        elif isinstance(message, hot.Hint):
+            admission.hinted(now_s, message.hit_tokens)
+        elif isinstance(message, hot.Answer):
+            hit = message.hit_tokens // self._align * self._align
+            if admission.answered(now_s, message.seq, hit, message.sources):
+                self._count("answers_hit" if admission.leased else "answers_miss")
+        elif isinstance(message, hot.Error):
+            self._count("answers_refused")  # nothing better will come: a miss, and at once
+            admission.answered(now_s, admission.seq, 0, {})
+
+    def _mark(self, admission: Admission) -> None:
+        if admission.leased == (admission.number in self._live):
+            return
+        self._live_changed = True
+        if admission.leased:
+            self._live.add(admission.number)
+        else:
+            self._live.discard(admission.number)

@@ -1,0 +1,66 @@
+"""What travels between the halves through vLLM, which pickles it: plain data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvferry_connector.config import FerryConfig
+from kvferry_connector.jobs import JobOrder, Report
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not followed
+    """Scheduler half to worker halves: the number of the step and its jobs.
+
+    A fresh object each step (not a shared one): with two batches in flight the first is still
+    to be executed when the second is built.
+    """
+
+    def __init__(
+        self, step: int, loads: tuple[JobOrder, ...] = (), saves: tuple[JobOrder, ...] = ()
+    ) -> None:
+        self.step = step
+        self.loads = loads
+        self.saves = saves
+
+
+@dataclass
+class FerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not followed
+    """Worker halves to scheduler half: reports by job."""
+
+    reports: dict[int, list[Report]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
+        """Return the reports of both. Raises TypeError for another connector's metadata."""
+        if not isinstance(other, FerryWorkerMetadata):
+            raise TypeError(f"cannot aggregate {type(other).__name__} with kvferry's reports")
+        merged = {job: list(reports) for job, reports in self.reports.items()}
+        for job, reports in other.reports.items():
+            merged.setdefault(job, []).extend(reports)
+        return FerryWorkerMetadata(merged)
+
+
+@dataclass(frozen=True)
+class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not followed
+    """Where a rank lives: ranks of one boot of a host and one run directory share a sidecar."""
+
+    rank: int
+    host_id: str
+    run_dir: str
+
+    @staticmethod
+    def of(rank: int, config: FerryConfig) -> FerryHandshake:
+        """Return the handshake of a rank of this process. Raises OSError without /proc."""
+        return FerryHandshake(rank, _BOOT_ID.read_text().strip(), str(config.run_path()))
+
+    def beside(self, other: FerryHandshake) -> bool:
+        """Whether both are served by the same sidecar."""
+        return (self.host_id, self.run_dir) == (other.host_id, other.run_dir)

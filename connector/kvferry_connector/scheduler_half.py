@@ -1,0 +1,328 @@
+"""The scheduler half: promises loads, offers saves, pins what is saved, learns the outcomes.
+
+It runs inside vLLM's scheduling loop: a request that does nothing costs nothing, and a step on
+which nothing is due makes one small object and no system call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvferry_connector import vllm_compat
+from kvferry_connector.client import Client
+from kvferry_connector.describe import block_sizes, describe_engine
+from kvferry_connector.half import Half
+from kvferry_connector.jobs import NO_EPOCH, JobOrder, Jobs, cut_tables, pack_ids
+from kvferry_connector.lookup import Lookup, MakeClient
+from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry_connector.requests import Admission, Phase, Tracked
+from kvferry_connector.saves import Saver, stored_groups
+from kvferry_connector.stats import FerryStats
+from kvferry_connector.wire import hot
+from kvferry_connector.wire.codec import encode_job
+from kvferry_connector.wire.names import NO_VERSION, NONCE_BYTES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvferry_connector.config import FerryConfig
+
+logger = logging.getLogger("kvferry.connector")
+
+_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "p2p": CacheHitSource.P2P}
+
+
+class SchedulerHalf:
+    """All hooks of the scheduler's side; entry.py guards them. ``make_client``: for tests."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: FerryConfig,
+        make_client: MakeClient = Client,
+    ) -> None:
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        # S: hits and saves are multiples of it; H: what one block hash covers.
+        step_tokens, hash_tokens = block_sizes(vllm_config, kv_cache_config)
+        dcp = parallel.decode_context_parallel_size
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        align_tokens = kv_cache_config.cache_hit_alignment_tokens or step_tokens
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._config = config
+        self._make_client = make_client
+        self._half = Half("scheduler", transfer.engine_id, vllm_config.instance_id)
+        self._world_size = int(parallel.world_size)
+        self._life = os.urandom(NONCE_BYTES)
+        self._version = NO_VERSION
+        self._block_tokens = [s.block_size * (dcp if s.dcp_sharded else 1) for s in specs]
+        self.stats = FerryStats()
+        self._jobs = Jobs(self._world_size, config.pins_max(kv_cache_config.num_blocks))
+        self._lookup = Lookup(config, hash_tokens, align_tokens, self.stats.count)
+        self._saver = Saver(
+            self._jobs,
+            self._lookup.link,
+            block_tokens=self._block_tokens,
+            step_tokens=step_tokens,
+            hash_tokens=hash_tokens,
+            unsettled_tokens=max(0, vllm_config.num_prefill_lookahead_tokens - 1),
+            life=self._life,
+            count=self.stats.count,
+        )
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[JobOrder] = []  # of the step being built
+        self._admissions = self._step = 0
+        self._progress_s = 0.0
+        self._gave_up = False
+
+    # --- life of the engine ------------------------------------------------------------------
+
+    def attach(self, handshakes: Iterable[FerryHandshake]) -> None:
+        """Start towards the sidecar that serves all these ranks; later calls do nothing.
+
+        Ranks without a handshake, or beside another sidecar, leave the engine without a cache:
+        a job ends only when every rank has reported it.
+        """
+        if self._lookup.client is not None:
+            return
+        here = FerryHandshake.of(-1, self._config)
+        ranks = sorted(shake.rank for shake in handshakes if shake.beside(here))
+        if len(ranks) != self._world_size:
+            self.stats.count("ranks_missing")
+            logger.error(
+                "only ranks %s of %d use the sidecar in %s of this host: the cache stays off. All "
+                "ranks must run on one node with the same run_dir, and register without an error",
+                ranks, self._world_size, here.run_dir,
+            )  # fmt: skip
+            return
+        registration = describe_engine(
+            self._vllm_config,
+            self._kv_cache_config,
+            life=self._life,
+            version=self._version,
+            ranks=ranks,
+        )
+        client = self._make_client(self._config, self._half, registration)
+        client.start()
+        self._lookup.client = client
+
+    def bind(self, manager: KVCacheManager, before_reset: Callable[[], None]) -> None:
+        """Take the pool whose blocks are pinned; ``before_reset`` runs before each cache reset.
+
+        Raises UnsupportedEngineError for a manager that hashes past its blocks.
+        """
+        vllm_compat.check_manager(manager)
+        vllm_compat.before_reset(manager, before_reset)
+        self._saver.bind(manager)
+        self._jobs.pool = vllm_compat.block_pool(manager)
+
+    def rotate(self) -> None:
+        """Give the namespace a new version: nobody loads or saves under the old one any more.
+
+        Requests that hold KV keep their old stamp, and with it neither load nor save until they
+        start anew.
+        """
+        self._version = os.urandom(NONCE_BYTES)
+        self.stats.count("rotations")
+        if self._lookup.client is not None:
+            self._lookup.client.rotate(self._version)
+
+    def pending(self) -> bool:
+        """Whether the engine must keep stepping for reports: ``awake_ms_max`` since the last one.
+
+        Giving up rotates the version (fail closed); blocks stay pinned until they are reported.
+        """
+        if not self._jobs or self._gave_up:
+            return False
+        if time.monotonic() - self._progress_s < self._config.awake_ms_max / 1000:
+            return True
+        self._gave_up = True
+        self.stats.count("awake_ms_max")
+        self.rotate()
+        return False
+
+    def shutdown(self) -> None:
+        """Leave the sidecar."""
+        client, self._lookup.client = self._lookup.client, None
+        if client is not None:
+            client.close()
+
+    # --- life of a request -------------------------------------------------------------------
+
+    def new_request(self, request: Request) -> None:
+        """Start its first admission and send its hashes, so that the sidecar can look ahead."""
+        self._admissions += 1
+        admission = Admission(self._admissions, self._version)
+        tracked = Tracked(request, admission, request.num_preemptions)
+        self._requests[request.request_id] = tracked
+        self._lookup.begin(tracked)
+        if self._config.loads:
+            self._lookup.look_ahead(tracked)
+
+    def _renew(self, tracked: Tracked) -> None:
+        """The request holds no KV (preempted, or not started under this version): start anew."""
+        self._lookup.settle(tracked.admission)
+        self._saver.drop(tracked)
+        self._admissions += 1
+        tracked.admission = tracked.admission.succeed(self._admissions, self._version)
+        tracked.preemptions = tracked.request.num_preemptions
+        tracked.saved_tokens, tracked.groups = 0, ()
+        self._lookup.begin(tracked)
+
+    def matched(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """Return (tokens beyond ``local_tokens`` to load, True), (0, False), or (None, False)."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        stale = tracked.admission.version != self._version
+        if stale or tracked.preemptions != request.num_preemptions:
+            self._renew(tracked)
+        if not self._config.loads or request.skip_reading_prefix_cache:
+            return 0, False
+        tokens, link = self._lookup.ask(tracked, local_tokens)
+        if tokens and link is not None:
+            tracked.groups = stored_groups(link)
+        return tokens, bool(tokens)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Blocks exist: for ``external_tokens`` of ours (a load starts), or for computing (0)."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            if external_tokens > 0:
+                self.fail_load(request)
+            return
+        admission = tracked.admission
+        if external_tokens > 0:
+            self._load(tracked, blocks, external_tokens)
+            return
+        if admission.decline():
+            self._lookup.settle(admission)
+        if admission.phase is not Phase.LOADING and self._config.saves:
+            self._saver.admit(tracked)
+
+    def _load(self, tracked: Tracked, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        request, admission = tracked.request, tracked.admission
+        local = admission.local_tokens
+        total = self._promise(tracked.request.request_id, admission, external_tokens)
+        if total is None:
+            self.stats.count("loads_unpromised")
+            return
+        slices, ids = cut_tables(blocks.blocks, self._block_tokens, tracked.groups, local, total)
+        message = hot.LoadJob(
+            job=admission.job,
+            life=self._life,
+            version=admission.version,
+            request=request.request_id,
+            admission=admission.number,
+            step=self._step + 1,
+            local_tokens=local,
+            total_tokens=total,
+            tables=slices,
+        )
+        self._loads[-1] = self._loads[-1]._replace(
+            epoch=admission.epoch, body=encode_job(message), frames=(pack_ids(ids),)
+        )
+        self.stats.count("loads")
+        self.stats.count("loaded_tokens", external_tokens)
+
+    def _promise(self, request_id: str, admission: Admission | None, tokens: int) -> int | None:
+        """Note that the engine waits for a load: until its order is complete, it is one to fail."""
+        job = self._jobs.open_load()
+        self._progress()
+        self._loads.append(JobOrder(job, request_id, NO_EPOCH, b"", ()))
+        return admission.load(job, tokens) if admission is not None else None
+
+    def fail_load(self, request: Request) -> None:
+        """After an exception in ``allocated``: every rank reports the promised load as failed."""
+        request_id = request.request_id
+        if all(order.request != request_id for order in self._loads):
+            tracked = self._requests.get(request_id)
+            self._promise(request_id, tracked.admission if tracked is not None else None, 0)
+
+    def finished(self, request: Request) -> None:
+        """Forget the request: a load under way is cancelled, saves under way keep their pins."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return
+        admission = tracked.admission
+        self._saver.drop(tracked)
+        self._lookup.settle(admission)
+        if admission.phase is Phase.LOADING and admission.job in self._jobs:
+            self._lookup.cancel(admission.job)
+
+    def loaded_groups(self, request: Request) -> tuple[int, ...]:
+        """Return the groups whose every destination block the load writes; stable over retries."""
+        tracked = self._requests.get(request.request_id)
+        return () if tracked is None else tracked.groups
+
+    def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
+        """Split ``external_tokens`` by the tier that supplies them."""
+        tracked = self._requests.get(request.request_id)
+        sources: Mapping[str, int] = {} if tracked is None else tracked.admission.sources
+        split: dict[CacheHitSource, int] = {}
+        for name, tokens in sources.items():
+            source = _SOURCES.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            split[source] = split.get(source, 0) + tokens
+        if sum(split.values()) != external_tokens:
+            return {CacheHitSource.HOST: external_tokens} if external_tokens else {}
+        return {source: tokens for source, tokens in split.items() if tokens}
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def build(self, output: SchedulerOutput) -> FerryMetadata:
+        """Return this step's number and jobs.
+
+        Preempted and resumed requests need nothing here: they hold no KV, so each is asked for
+        again (``matched``) before it runs, and starts anew there, whatever shape it comes in.
+        """
+        self._step += 1
+        if output.num_scheduled_tokens:
+            self._saver.advance(output, self._step, self._version)
+        self._lookup.end_step()
+        if not self._loads and not self._saver.orders:
+            return FerryMetadata(self._step)
+        return self._take_orders()
+
+    def _take_orders(self) -> FerryMetadata:
+        if self._saver.orders:
+            self._progress()
+        metadata = FerryMetadata(self._step, tuple(self._loads), tuple(self._saver.orders))
+        self._loads, self._saver.orders = [], []
+        return metadata
+
+    def abandon_step(self) -> FerryMetadata:
+        """After an exception in ``build``: give this step's saves up and fail its loads."""
+        self._saver.abandon()
+        self._loads = [order._replace(epoch=NO_EPOCH) for order in self._loads]
+        return self._take_orders()
+
+    def reported(self, output: KVConnectorOutput) -> None:
+        """Take the ranks' reports: free pins, close loads, remember failures."""
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, FerryWorkerMetadata):
+            self._progress()
+            for number, reports in meta.reports.items():
+                for report in reports:
+                    job = self._jobs.report(number, report.rank, report.status == "done")
+                    if job is not None:
+                        kind = "loads" if job.is_load else "saves"
+                        self.stats.count(f"{kind}_{'done' if job.done else 'failed'}")
+        for request_id in output.finished_recving or ():
+            tracked = self._requests.get(request_id)
+            ok = request_id not in output.failed_recving
+            if tracked is not None and tracked.admission.loaded(ok):
+                self._lookup.settle(tracked.admission)
+
+    def _progress(self) -> None:
+        self._progress_s, self._gave_up = time.monotonic(), False

@@ -1,0 +1,229 @@
+"""The worker half of one rank: shares its KV memory, submits jobs, reports each one's end once.
+
+Memory a copy reads or writes belongs to the copy until it has stopped: a load is reported only
+on an outcome, on the proof that the sidecar is dead, or when the sidecar says that it never had
+the job and never will take it. No time-out reports anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvferry_connector.client import Client
+from kvferry_connector.describe import describe_rank, worker_rank
+from kvferry_connector.export import FencePage, KvMemory
+from kvferry_connector.half import Half
+from kvferry_connector.jobs import JobOrder, Report
+from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry_connector.stats import FerryStats
+from kvferry_connector.wire import hot
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvferry_connector.config import FerryConfig
+    from kvferry_connector.link import Link
+
+logger = logging.getLogger("kvferry.connector")
+
+acks_max = 1024  # per message
+# Shared by all steps with nothing to report; vLLM only reads it.
+_NOTHING = KVConnectorTransferResults()
+
+
+@dataclass(slots=True)
+class OpenJob:
+    """A job the sidecar of ``epoch`` was given. ``load_of``: the request of a load, else empty."""
+
+    epoch: int
+    load_of: str
+    asked_s: float
+
+
+class WorkerHalf:
+    """All hooks of the worker's side; entry.py guards them."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
+    ) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._config = config
+        self._rank = worker_rank(vllm_config)
+        self._memory = KvMemory()
+        self._fence = FencePage()
+        self._client: Client | None = None
+        self._bound: FerryMetadata | None = None
+        self._open: dict[int, OpenJob] = {}
+        self._reports: dict[int, Report] = {}  # not yet on their way to the scheduler half
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+        self._acks: list[int] = []
+        self.stats = FerryStats()
+
+    # --- life of the engine ------------------------------------------------------------------
+
+    def memory_context(self) -> AbstractContextManager[object]:
+        """Return the context in which the engine allocates KV memory that can be shared."""
+        context: AbstractContextManager[object] = self._memory.context()
+        return context
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe the KV memory and start towards the sidecar.
+
+        Raises DescribeError, ExportError or UnsupportedEngineError when it cannot be shared.
+        """
+        if self._client is not None:
+            return
+        registration = describe_rank(
+            self._vllm_config, self._kv_cache_config, kv_caches, self._memory, self._config,
+            serial=1,
+        )  # fmt: skip
+        half = Half(
+            "worker",
+            self._vllm_config.kv_transfer_config.engine_id,
+            self._vllm_config.instance_id,
+            rank=self._rank,
+            fence_fd=self._fence.fd,
+        )
+        client = Client(self._config, half, registration, self._memory.handles())
+        client.start()
+        self._client = client
+
+    def handshake(self) -> FerryHandshake | None:
+        """Return where this rank lives; None when its memory could not be registered."""
+        return None if self._client is None else FerryHandshake.of(self._rank, self._config)
+
+    def shutdown(self) -> None:
+        """Leave the sidecar and close what it was lent."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+            self._memory.close()
+            self._fence.close()
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def bind(self, metadata: FerryMetadata) -> None:
+        """The step's blocks are zeroed and copied: loads may start into them."""
+        self._bound = metadata
+        self._fence.bound(metadata.step)
+        if metadata.loads:
+            self._submit(metadata.loads, is_load=True)
+
+    def end_forward(self) -> None:
+        """The step's KV is written: saves may read it."""
+        metadata = self._bound
+        if metadata is None:
+            return
+        self._fence.done(metadata.step)
+        if metadata.saves:
+            self._submit(metadata.saves, is_load=False)
+
+    def unbind(self) -> None:
+        """The step is over."""
+        self._bound = None
+
+    def abandon(self, orders: tuple[JobOrder, ...], *, is_load: bool) -> None:
+        """After an exception while submitting: what was not submitted is reported as failed."""
+        for order in orders:
+            if order.job not in self._open and order.job not in self._reports:
+                self._report(order.job, order.request if is_load else "", "failed", "hook_error")
+
+    def _submit(self, orders: tuple[JobOrder, ...], *, is_load: bool) -> None:
+        client = self._client
+        link = client.link() if client is not None else None
+        now_s = time.monotonic()
+        for order in orders:
+            load_of = order.request if is_load else ""
+            if client is None or link is None or order.epoch != link.epoch:
+                self._report(order.job, load_of, "failed", "sidecar_away")
+            elif client.send(link, hot.Submit(order.body), order.frames):
+                self._open[order.job] = OpenJob(order.epoch, load_of, now_s)
+            else:
+                self._report(order.job, load_of, "failed", "submit_refused")
+
+    def _report(
+        self, job: int, load_of: str, status: str, reason: str, shorter_tokens: int = 0
+    ) -> None:
+        """Note the end of a job on this rank, for both vLLM and the scheduler half."""
+        self._reports[job] = Report(self._rank, status, reason, shorter_tokens)
+        if load_of:
+            self._finished.add(load_of)
+            if status != "done":
+                self._failed.add(load_of)
+        self.stats.count(f"rank_{'loads' if load_of else 'saves'}_{status}")
+
+    # --- outcomes ----------------------------------------------------------------------------
+
+    def results(self) -> KVConnectorTransferResults:
+        """Return the requests whose load has ended on this rank since the last call."""
+        if self._open or self._acks:
+            self._poll()
+        if not self._finished:
+            return _NOTHING
+        results = KVConnectorTransferResults(
+            finished_recving=self._finished, failed_recving=self._failed
+        )
+        self._finished, self._failed = set(), set()
+        return results
+
+    def worker_metadata(self) -> FerryWorkerMetadata | None:
+        """Return the reports since the last call, None when there are none."""
+        if not self._reports:
+            return None
+        reports, self._reports = self._reports, {}
+        return FerryWorkerMetadata({job: [report] for job, report in reports.items()})
+
+    def _poll(self) -> None:
+        client = self._client
+        if client is None:
+            return
+        link = client.link()
+        if link is not None:
+            for message, _ in client.receive(link):
+                self._hear(message)
+            self._acknowledge(client, link)
+        now_s = time.monotonic()
+        ask_s = self._config.job_ask_ms / 1000
+        for job, open_job in list(self._open.items()):
+            if client.is_dead(open_job.epoch):
+                # All its threads have ended, and with them every copy.
+                del self._open[job]
+                self._report(job, open_job.load_of, "failed", "sidecar_died")
+            elif now_s - open_job.asked_s >= ask_s and link is not None:
+                open_job.asked_s = now_s
+                if link.epoch == open_job.epoch:
+                    client.send(link, hot.JobStatus(job))
+
+    def _hear(self, message: hot.FromSidecar) -> None:
+        if isinstance(message, hot.Outcome):
+            self._acks.append(message.job)
+            self._end(message.job, message.status, message.reason, message.shorter_tokens)
+        elif isinstance(message, hot.JobState):
+            if message.state == "unknown":
+                self._end(message.job, "failed", "job_unknown")
+        elif isinstance(message, hot.Error):
+            logger.warning("sidecar: %s (%s)", message.message, message.remedy)
+            self.stats.count("sidecar_errors")
+            open_job = self._open.get(message.job)
+            if open_job is not None:
+                open_job.asked_s = float("-inf")  # an error ends nothing: ask what became of it
+
+    def _end(self, job: int, status: str, reason: str, shorter_tokens: int = 0) -> None:
+        open_job = self._open.pop(job, None)
+        if open_job is not None:  # else: an outcome that was sent again
+            self._report(job, open_job.load_of, status, reason, shorter_tokens)
+
+    def _acknowledge(self, client: Client, link: Link) -> None:
+        """Acknowledge in few messages; what is not taken now is tried again with the next poll."""
+        while self._acks and client.send(link, hot.OutcomeAck(self._acks[:acks_max])):
+            del self._acks[:acks_max]

@@ -1,0 +1,73 @@
+"""Random lives in vLLM's real schedulers: contents right at every step, nothing left at the end."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from support.scheduler_harness import SchedulerUnderTest
+
+CORPUS = [list(range(base, base + 260)) for base in (10, 300)]
+
+
+def _random_prompt(rng: random.Random) -> list[int]:
+    tokens = rng.choice(CORPUS)[: rng.randint(1, 260)]
+    return [*tokens, *(rng.randint(0, 500) for _ in range(rng.choice([0, 0, 5, 40])))]
+
+
+def _disturb(engine: SchedulerUnderTest, rng: random.Random) -> None:
+    node, chance = engine.node, rng.random()
+    if chance < 0.03:
+        node.restart()
+    elif chance < 0.06:
+        node.away = not node.away
+    elif chance < 0.09:
+        node.is_silent = not node.is_silent
+    elif chance < 0.12:
+        node.load_fails = not node.load_fails
+    elif chance < 0.16:
+        node.answers = not node.answers
+        node.answer_all()
+    elif chance < 0.18:
+        engine.scheduler.reset_prefix_cache()
+    elif chance < 0.19:
+        engine.connector.reset_cache()
+    elif chance < 0.22:
+        node.takes_sends = not node.takes_sends
+    node.load_steps, node.save_steps = rng.randint(0, 6), rng.randint(0, 12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lives(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = SchedulerUnderTest(
+        tmp_path,
+        (16,) if seed % 2 else (16, 32),
+        num_blocks=rng.choice([40, 80]),
+        asynchronous=seed % 3 == 0,
+        v2_runner=seed % 4 == 0,
+        pinned_blocks_max=rng.choice([0, 6, 40]),
+        probe_ms_max=rng.choice([0, 5, 100]),
+        lookup_wait_us_max=0,
+    )
+    alive: list[str] = []
+    for number in range(250):
+        if rng.random() < 0.3 and len(engine.scheduler.requests) < 8:
+            name = f"r{number}" if rng.random() < 0.7 else f"r{number % 3}"
+            if name not in engine.scheduler.requests:
+                engine.add(name, _random_prompt(rng), max_tokens=rng.randint(1, 70))
+                alive.append(name)
+        if alive and rng.random() < 0.06:
+            engine.abort(rng.choice(alive))
+        _disturb(engine, rng)
+        if engine.scheduler.has_requests() or engine.half._jobs:
+            engine.step()
+        else:
+            engine.drain()
+    engine.node.away = engine.node.is_silent = False
+    engine.node.takes_sends = engine.node.answers = True
+    engine.node.answer_all()
+    engine.run(3000)
+    assert engine.node.saved, "something was saved"
+    engine.assert_idle()

@@ -1,0 +1,321 @@
+"""vLLM's real Scheduler with FerryConnector in it, one step at a time, no model and no GPU."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvferry_connector.config import read_config
+from kvferry_connector.entry import FerryConnector
+from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry_connector.stats import FerryStats
+from kvferry_connector.wire import hot
+from support.scripted_node import ScriptedNode
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+MODEL = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 64,
+    "ffn_dim": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 2048,
+    "vocab_size": 512,
+    "word_embed_proj_dim": 64,
+    "torch_dtype": "float16",
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+}
+BATCHES_IN_FLIGHT = 2  # of the asynchronous scheduler
+
+
+def full(block: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float16)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One request's tokens ``[start, end)`` of a step, and its tables then."""
+
+    start: int
+    end: int
+    table: tuple[list[int], ...]
+    samples: bool
+
+
+class SchedulerUnderTest:
+    """A scheduler, its requests, and a ScriptedNode that runs its jobs.
+
+    ``step`` checks after every pass: what is pinned or read is referenced, not null, and at the
+    table index the job says (through the contents of the blocks).
+    """
+
+    def __init__(
+        self, folder: Path, blocks: Sequence[int] = (16,), *, num_blocks: int = 64,
+        batch: int = 64, policy: str = "recompute", asynchronous: bool = False,
+        v2_runner: bool = False, **extra: Any,
+    ) -> None:  # fmt: skip
+        vllm_config = make_config(
+            folder, block_size=blocks[0], batch=batch, policy=policy,
+            asynchronous=asynchronous, extra={"run_dir": str(folder), **extra},
+        )  # fmt: skip
+        register_all_kvcache_specs(vllm_config)
+        init_none_hash(sha256_cbor)
+        kv_config = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer.{number}"], full(block))
+                for number, block in enumerate(blocks)
+            ],
+        )
+        vllm_config.cache_config.num_gpu_blocks = num_blocks
+        self.unit, self.hash_tokens = resolve_kv_cache_block_sizes(kv_config, vllm_config)
+        self.blocks = list(blocks)
+        self.node = ScriptedNode(self.blocks, self.hash_tokens)
+        self._hasher = get_request_block_hasher(self.hash_tokens, sha256_cbor)
+        scheduler_class = AsyncScheduler if asynchronous else Scheduler
+        self.scheduler = scheduler_class(
+            vllm_config=vllm_config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=self.unit,
+            hash_block_size=self.hash_tokens,
+            log_stats=True,
+        )
+        self.scheduler.use_v2_model_runner = v2_runner
+        connector = self.scheduler.connector
+        assert isinstance(connector, FerryConnector)
+        self.connector = connector
+        self.half = connector._scheduler
+        self.half._make_client = self.node
+        config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): FerryHandshake.of(0, config)})
+        assert self.node.registration is not None
+        self.counts: Counter[str] = Counter()
+        # The scheduler takes the counts away each step: keep their sums.
+        connector.get_kv_connector_stats = self._count
+        self._in_flight: deque[tuple[SchedulerOutput, FerryMetadata, dict[str, Part]]] = deque()
+        self._depth = BATCHES_IN_FLIGHT if asynchronous else 1
+        self.free_at_start = self.pool.get_num_free_blocks()
+        self.outputs: list[SchedulerOutput] = []
+        self.requests: dict[str, Request] = {}
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def add(
+        self, name: str, tokens: Sequence[int], max_tokens: int = 4, **sampling: Any
+    ) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+        params.update_from_generation_config({}, 2)
+        request = Request(
+            request_id=name, prompt_token_ids=list(tokens), sampling_params=params,
+            pooling_params=None, block_hasher=self._hasher,
+        )  # fmt: skip
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def _count(self) -> FerryStats | None:
+        stats = self.half.stats.take()
+        self.counts.update(stats.data if stats is not None else {})
+        return stats
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """One scheduling pass; its output is in flight afterwards."""
+        output = self.scheduler.schedule()
+        meta = output.kv_connector_metadata
+        assert isinstance(meta, FerryMetadata)
+        self._in_flight.append((output, meta, self._parts(output)))
+        self.outputs.append(output)
+        return output
+
+    def process(self) -> None:
+        """Run the oldest batch in flight, and take its output."""
+        output, meta, parts = self._in_flight.popleft()
+        self._forward(parts)
+        end = self.node.execute(meta)
+        self._check_pins()
+        names = list(output.num_scheduled_tokens)
+        kv_output = KVConnectorOutput(
+            finished_recving=end.finished or None,
+            failed_recving=end.failed,
+            kv_connector_worker_meta=FerryWorkerMetadata(end.reports) if end.reports else None,
+        )
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[self._sample(name, parts[name]) for name in names],
+            kv_connector_output=None if kv_output.is_empty() else kv_output,
+        )
+        self.scheduler.update_from_output(output, result)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.schedule()
+            if len(self._in_flight) >= self._depth:
+                self.process()
+
+    def drain(self) -> None:
+        while self._in_flight:
+            self.process()
+
+    def run(self, steps_max: int = 400) -> None:
+        """Step until the engine would go to sleep."""
+        for _ in range(steps_max):
+            if not self.scheduler.has_requests() and not self._in_flight:
+                return
+            if self.scheduler.has_requests():
+                self.step()
+            else:
+                self.drain()
+        raise AssertionError(f"still busy after {steps_max} steps: {self.scheduler.requests}")
+
+    def forget_local(self) -> None:
+        """Empty vLLM's own prefix cache (not through a reset, which would leave the namespace)."""
+        assert self.pool.reset_prefix_cache()
+        self.node.content.clear()
+
+    def assert_idle(self, errors: int = 0) -> None:
+        """Nothing is left anywhere: pins, jobs, leases, admissions."""
+        assert not self.half._jobs
+        assert self.half._jobs.pinned_blocks == 0
+        assert self.pool.get_num_free_blocks() == self.free_at_start
+        assert not self.half._requests
+        assert not self.node.running
+        assert not self.half._lookup._open
+        assert not self.half._lookup._live
+        assert self.node.live[1] == []
+        self._count()
+        assert self.counts["hook_errors"] == errors
+
+    # --- the model of memory -----------------------------------------------------------------
+
+    def _sample(self, name: str, part: Part) -> list[int]:
+        request = self.scheduler.requests.get(name)
+        if request is None or not part.samples:
+            return []
+        return [100 + (request.num_tokens * 7 + len(name)) % 300]
+
+    def _parts(self, output: SchedulerOutput) -> dict[str, Part]:
+        """What the runner computes for each request, with its tables at this very step."""
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return {
+            name: Part(
+                starts[name],
+                starts[name] + count,
+                self.scheduler.kv_cache_manager.get_block_ids(name),
+                samples=not self.requests[name].is_prefill_chunk,
+            )
+            for name, count in output.num_scheduled_tokens.items()
+        }
+
+    def _forward(self, parts: dict[str, Part]) -> None:
+        """Check what was computed (or loaded) before, write the blocks that are full now."""
+        for name, part in parts.items():
+            hashes = self.requests[name].block_hashes
+            for group, block in enumerate(self.blocks):
+                for chunk, block_id in enumerate(part.table[group]):
+                    last = (chunk + 1) * block
+                    if last > part.end or last // self.hash_tokens > len(hashes):
+                        break
+                    name_of = (group, hashes[last // self.hash_tokens - 1])
+                    if last <= part.start:
+                        assert self.node.content.get(block_id) == name_of, (name, group, chunk)
+                    else:
+                        self.node.content[block_id] = name_of
+
+    def _check_pins(self) -> None:
+        for running in self.node.running:
+            for block_id in _block_ids(running.order.frames):
+                block = self.pool.blocks[block_id]
+                assert not block.is_null
+                assert block.ref_cnt > 0, f"{running.job} reads free block {block_id}"
+
+
+def _block_ids(frames: tuple[bytes, ...]) -> list[int]:
+    return torch.frombuffer(bytearray(frames[0]), dtype=torch.int32).tolist()
+
+
+def saves_of(node: ScriptedNode) -> list[tuple[str, int, int]]:
+    """(request, start, end) of each save submitted."""
+    return [
+        (job.request, job.start_tokens, job.end_tokens)
+        for job in node.jobs
+        if isinstance(job, hot.SaveJob)
+    ]
+
+
+def loads_of(node: ScriptedNode) -> list[tuple[str, int, int]]:
+    """(request, local, total) of each load submitted."""
+    return [
+        (job.request, job.local_tokens, job.total_tokens)
+        for job in node.jobs
+        if isinstance(job, hot.LoadJob)
+    ]
+
+
+def make_config(
+    folder: Path, *, block_size: int = 16, batch: int = 64, policy: str = "recompute",
+    asynchronous: bool = False, extra: dict[str, Any] | None = None,
+) -> VllmConfig:  # fmt: skip
+    """A VllmConfig from a config.json in ``folder``; nothing is fetched."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=1
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=batch, max_model_len=2048,
+            enable_chunked_prefill=True, is_encoder_decoder=False,
+            async_scheduling=asynchronous,
+        ),
+        cache_config=CacheConfig(
+            block_size=block_size, enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256_cbor",
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="FerryConnector", kv_connector_module_path="kvferry_connector",
+            kv_role="kv_both", kv_load_failure_policy=policy,
+            kv_connector_extra_config=extra or {},
+        ),
+        device_config=DeviceConfig("cpu"),
+    )  # fmt: skip
