@@ -212,16 +212,22 @@ def big_job(rig: Rig) -> tuple[EngineMemory, Shape, Extents]:
 
 
 def test_cancel_leaves_no_writes_after_its_result(rig: Rig) -> None:
-    memory, _, extents = big_job(rig)
+    memory, shape, _ = big_job(rig)
+    layout, half = shape.layout(memory), range(1, 49)
+    offsets = [i * shape.payload_bytes for i in range(96)]
+    extents = extents_of(layout, half, offsets[:48])
+    # Work ahead of it: with few cores the copy threads run first, and alone it would be done.
+    ahead = extents_of(layout, half, offsets[48:])
     seen = set()
     for attempt in range(40):
         rig.pool.view[:] = GUARD
+        before = [rig.submit(Direction.GATHER, ahead) for _ in range(attempt % 8)]
         ticket = rig.submit(Direction.GATHER, extents)
         deadline = time.perf_counter() + attempt * 1e-4  # from before its start to mid-run
         while time.perf_counter() < deadline:
             pass
         rig.engine.cancel(ticket)
-        result = rig.collect(1)[ticket]
+        result = rig.collect(len(before) + 1)[ticket]
         seen.add(result.status)
         frozen = rig.pool.view.copy()
         written = sum(

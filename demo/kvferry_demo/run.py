@@ -1,0 +1,166 @@
+"""The demo: one engine process saves, a new engine process loads the same prompts back.
+
+Starts a sidecar with a private run directory and pool, runs the prompts in a first engine
+process, lets it exit, runs them again in a second one and compares. All children and the pool
+are gone when it returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from kvferry_demo import protocol
+from kvferry_demo.models import DEFAULT_MODEL, MODELS, write_model
+from kvferry_demo.processes import ChildError, Engine, Sidecar, new_pool_name
+from kvferry_demo.prompts import PROMPTS_MAX, Prompt, cut_prompts
+
+POOL_BYTES = 256 << 20
+OUTPUT_TOKENS = 16
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One prompt: what came from kvferry, how long to the first token, the same output?"""
+
+    tokens: int
+    hit_tokens: int
+    bytes: int
+    ttft_cold_ms: float
+    ttft_warm_ms: float
+    identical: bool
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What ``--json`` writes."""
+
+    model: str
+    prompts: list[Row]
+
+    def verdict(self) -> str:
+        """Return "" when the demo did what it promises, else what is wrong."""
+        differing = sum(not row.identical for row in self.prompts)
+        if differing:
+            return f"{differing} of {len(self.prompts)} outputs differ from the first engine's"
+        if not any(row.hit_tokens for row in self.prompts):
+            return "nothing hit: the second engine computed every prompt again"
+        return ""
+
+
+def run_demo(model: str = DEFAULT_MODEL, prompts: int = PROMPTS_MAX, json_file: str = "") -> int:
+    """Run the demo, print its table and return the exit code: 1 if it failed.
+
+    Raises KeyError for an unknown model, ValueError for a number of prompts out of range.
+    """
+    texts = cut_prompts(prompts)
+    with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as name:
+        folder = Path(name)
+        model_dir = write_model(model, folder)
+        try:
+            report = _measure(model, model_dir, texts, folder)
+        except ChildError as error:
+            print(f"kvferry demo: {error}", file=sys.stderr)
+            return 1
+    print(_table(report, texts))
+    if json_file:
+        Path(json_file).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    wrong = report.verdict()
+    if wrong:
+        print(f"kvferry demo: {wrong}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _measure(model: str, model_dir: Path, prompts: list[Prompt], folder: Path) -> Report:
+    run_dir = folder / "run"
+    run_dir.mkdir(mode=0o700)
+    # The default of 100 ms suits a server; a laptop that is busy otherwise should hit as well.
+    patience = {"probe_ms_max": 2000}
+    setup = protocol.EngineSetup(
+        model_dir=str(model_dir), run_dir=str(run_dir), connector_extra=patience
+    )
+    pool = new_pool_name("demo")
+    log = folder / "sidecar.log"
+    _say(f"starting a sidecar with a pool of {POOL_BYTES >> 20} MiB")
+    with Sidecar(run_dir, log, pool_name=pool, pool_bytes=POOL_BYTES) as sidecar:
+        sidecar.wait_ready()
+        _say(f"first engine process ({model}): computes and saves")
+        cold, _ = _engine_life(setup, prompts, folder / "first.log")
+        _say("second engine process: the same prompts")
+        warm, token_bytes = _engine_life(setup, prompts, folder / "second.log")
+    rows = [
+        Row(
+            tokens=one.prompt_tokens,
+            hit_tokens=two.hit_tokens,
+            bytes=two.hit_tokens * token_bytes,
+            ttft_cold_ms=round(one.ttft_ms, 3),
+            ttft_warm_ms=round(two.ttft_ms, 3),
+            identical=one.output == two.output,
+        )
+        for one, two in zip(cold, warm, strict=True)
+    ]
+    return Report(model, rows)
+
+
+def _engine_life(
+    setup: protocol.EngineSetup, prompts: list[Prompt], log: Path
+) -> tuple[list[protocol.Result], int]:
+    """Start an engine, run the prompts one after the other, let it save, and end it."""
+    results: list[protocol.Result] = []
+    with Engine(setup, log.parent, log) as engine:
+        token_bytes = engine.wait_ready().token_bytes
+        engine.wait_attached()
+        # Code paths that run for the first time would be counted as time to first token.
+        engine.generate(protocol.Ask("warm-up", [1] * 600, OUTPUT_TOKENS))
+        for number, prompt in enumerate(prompts):
+            ask = protocol.Ask(f"prompt-{number}", list(prompt.tokens), OUTPUT_TOKENS)
+            results += engine.generate(ask)
+        engine.settle()
+        engine.quit()
+    return results, token_bytes
+
+
+def _table(report: Report, prompts: list[Prompt]) -> str:
+    lines = [
+        f"{'prompt':<20} {'tokens':>7} {'hit tokens':>11} {'bytes':>12}"
+        f" {'cold ms':>9} {'warm ms':>9}  output"
+    ]
+    for prompt, row in zip(prompts, report.prompts, strict=True):
+        lines.append(
+            f"{prompt.name:<20} {row.tokens:>7,} {row.hit_tokens:>11,} {row.bytes:>12,}"
+            f" {row.ttft_cold_ms:>9.1f} {row.ttft_warm_ms:>9.1f}"
+            f"  {'identical' if row.identical else 'DIFFERS'}"
+        )
+    lines.append("cold/warm ms: time to the first token, first and second engine process;")
+    lines.append("hit tokens: from kvferry. A prompt that begins like an earlier one has that part")
+    lines.append("in vLLM's own cache, in both processes.")
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    print(f"kvferry demo: {text} ...", file=sys.stderr, flush=True)
+
+
+def _raise_exit(number: int, _: object) -> NoReturn:
+    """Turn a termination signal into an exception: the children's ``with`` blocks then end."""
+    raise SystemExit(128 + number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line (``python -m kvferry_demo.run``) and run the demo."""
+    parser = argparse.ArgumentParser(prog="kvferry demo", description=__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL, choices=sorted(MODELS))
+    parser.add_argument("--prompts", type=int, default=PROMPTS_MAX, help=f"1 to {PROMPTS_MAX}")
+    parser.add_argument("--json", default="", metavar="FILE", help="write the table there too")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _raise_exit)
+    return run_demo(options.model, options.prompts, options.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

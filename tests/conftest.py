@@ -1,0 +1,20 @@
+"""Shared by all tests: the logs of child processes are shown with a failing test."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+from support.logs import tail, watched
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the end of each child's log to the report of a failed test."""
+    report = yield
+    if report.failed:
+        for name, log in watched():
+            report.sections.append((f"log of {name}", tail(log)))
+    return report

@@ -1,0 +1,57 @@
+"""The main job as a user runs it: two engine processes, one after the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvferry_demo.models import MODELS
+from kvferry_demo.processes import SHARED_MEMORY, kvferry_command
+
+pytestmark = pytest.mark.engine
+
+
+def pools() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.glob("kvferry-demo-*")}
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_demo(model: str, tmp_path: Path) -> None:
+    before = pools()
+    file = tmp_path / "demo.json"
+    command = [*kvferry_command(), "demo", "--model", model, "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_bytes())
+    assert report["model"] == model
+    prompts = report["prompts"]
+    assert min(one["tokens"] for one in prompts) == 500
+    assert max(one["tokens"] for one in prompts) == 6000
+    for one in prompts:
+        assert set(one) == {
+            "tokens",
+            "hit_tokens",
+            "bytes",
+            "ttft_cold_ms",
+            "ttft_warm_ms",
+            "identical",
+        }
+        assert one["identical"]
+        assert one["hit_tokens"] > 0
+        assert one["bytes"] == one["hit_tokens"] * 2048
+    assert pools() <= before, "the demo's pool is left behind"
+
+
+def test_unknown_model_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry_demo.run", "--model", "gpt-9"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "llama" in done.stderr

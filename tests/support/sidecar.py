@@ -1,0 +1,110 @@
+"""A real sidecar under test: its own run directory and pool, killed and restarted at will."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvferry_demo.processes import Sidecar, new_pool_name, unlink_pool
+from support.logs import watch_log
+from support.waiting import wait_until
+
+POOL_BYTES = 128 << 20
+
+
+class SidecarUnderTest:
+    """One run directory and pool, served by one ``kvferry serve`` after the other."""
+
+    def __init__(self, folder: Path, pool_bytes: int, flags: Sequence[str]) -> None:
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir(mode=0o700)
+        self.pool_name = new_pool_name("test")
+        self.log = folder / "sidecar.log"
+        self._pool_bytes = pool_bytes
+        self._flags = tuple(flags)
+        self._process: Sidecar | None = None
+
+    @property
+    def process(self) -> Sidecar:
+        """The serving process. Raises AssertionError when none was started."""
+        assert self._process is not None, "start() first"
+        return self._process
+
+    def start(self) -> None:
+        """Start serving and return when the sidecar answers."""
+        self._process = Sidecar(
+            self.run_dir,
+            self.log,
+            pool_name=self.pool_name,
+            pool_bytes=self._pool_bytes,
+            flags=self._flags,
+        )
+        self._process.wait_ready()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal and wait for the process's end; the pool stays."""
+        self.process.kill(number)
+
+    def restart(self) -> None:
+        """Serve the same run directory and pool with a new process."""
+        self.process.stop()
+        self.start()
+
+    def status(self) -> dict[str, Any]:
+        """Return the status document. Raises AssertionError when there is no answer."""
+        document = self.process.try_status()
+        assert document is not None, f"no status of the sidecar:\n{self.process.tail()}"
+        return document
+
+    def wait_idle(self) -> dict[str, Any]:
+        """Wait until nothing is in flight, check the books, and return the status."""
+        status = wait_until(lambda: _idle(self.status()), "the sidecar is idle", every_s=0.05)
+        pipeline = status["pipeline"]
+        for books in (pipeline["ledger"], *pipeline["sessions"].values()):
+            assert books["accepted"] == books["done"] + books["failed"] + books["cancelled"], books
+        assert pipeline["violations"] == []
+        return status
+
+    def close(self) -> None:
+        """End the process if there is one, and remove the pool."""
+        if self._process is not None:
+            self._process.stop()
+        unlink_pool(self.pool_name)
+
+
+def _idle(status: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the status when nothing is in flight; raises KeyError if it cannot tell."""
+    pipeline, pool = status["pipeline"], status["pool"]
+    counts = (pipeline["leases"], pipeline["ledger"]["open"], pool["leased"], pool["writing"])
+    return None if any((*counts, *pipeline["jobs_open"].values())) else status
+
+
+@contextmanager
+def make_sidecar(
+    *, pool_bytes: int = POOL_BYTES, flags: Sequence[str] = ()
+) -> Iterator[SidecarUnderTest]:
+    """Yield a sidecar that is not started yet; process, pool and folder are gone afterwards."""
+    # Socket paths are short by nature: pytest's own folders may be too deep for them.
+    folder = Path(tempfile.mkdtemp(prefix="kvf-"))
+    sidecar = SidecarUnderTest(folder, pool_bytes, flags)
+    try:
+        with watch_log("sidecar", sidecar.log):
+            yield sidecar
+    finally:
+        sidecar.close()
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def running_sidecar(
+    *, pool_bytes: int = POOL_BYTES, flags: Sequence[str] = ()
+) -> Iterator[SidecarUnderTest]:
+    """Yield a sidecar that serves."""
+    with make_sidecar(pool_bytes=pool_bytes, flags=flags) as sidecar:
+        sidecar.start()
+        yield sidecar

@@ -1,0 +1,72 @@
+"""The demo's verdict and the children's handling, without an engine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from kvferry_demo import processes
+from kvferry_demo.processes import Child, ChildError, Engine, in_environment
+from kvferry_demo.protocol import EngineSetup
+from kvferry_demo.run import Report, Row
+from support.waiting import wait_until
+
+
+def row(*, hit_tokens: int = 384, identical: bool = True) -> Row:
+    return Row(500, hit_tokens, hit_tokens * 2048, 20.0, 10.0, identical)
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ([row(), row()], ""),
+        ([row(), row(hit_tokens=0)], ""),
+        ([row(hit_tokens=0), row(hit_tokens=0)], "nothing hit"),
+        ([row(), row(identical=False)], "1 of 2 outputs differ"),
+    ],
+)
+def test_verdict(rows: list[Row], complaint: str) -> None:
+    verdict = Report("llama", rows).verdict()
+    assert verdict.startswith(complaint)
+    assert bool(verdict) == bool(complaint)
+
+
+def test_a_child_never_outlives_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that ignores the order to end."""
+    ignoring = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True)"
+    command = [sys.executable, "-c", f"{ignoring}; signal.pause()"]
+    log = tmp_path / "log"
+    children: list[Child] = []
+
+    def fail_meanwhile() -> None:
+        with Child(command, log) as child:
+            children.append(child)
+            wait_until(lambda: "up" in child.tail(), "the child runs")
+            raise KeyError
+
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    with pytest.raises(KeyError):
+        fail_meanwhile()
+    assert children[0].process.poll() == -signal.SIGKILL
+
+
+def test_variables_reach_the_child_and_only_it(tmp_path: Path) -> None:
+    code = "import os; print(os.getenv('KVFERRY_CONFIG'), os.getenv('A'))"
+    command = in_environment(
+        {"KVFERRY_CONFIG": "theirs"}, in_environment({"A": "1"}, [sys.executable, "-c", code])
+    )
+    with Child(command, tmp_path / "log") as child:
+        child.process.wait(30)
+    assert child.tail() == "None 1"
+
+
+def test_an_engine_that_ends_at_once_is_an_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    broken = [sys.executable, "-c", "raise SystemExit('no such engine')"]
+    with (
+        Engine(EngineSetup("nowhere"), tmp_path, log, python=broken) as engine,
+        pytest.raises(ChildError, match="no such engine"),
+    ):
+        engine.wait_ready()
