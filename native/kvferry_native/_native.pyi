@@ -69,6 +69,8 @@ class Pool:
     def stats(self) -> PoolStats: ...
     def prefix(self, keys: NDArray[np.uint8]) -> int:
         """Number of leading keys (n, 16) that are ready. Touches nothing."""
+    def refresh(self, keys: NDArray[np.uint8]) -> None:
+        """Mark the leading ready keys recently used, tail first: the head goes last."""
     def present(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
     def lease(self, keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
         """Lease the leading ready keys; returns their entry ids (len <= n).

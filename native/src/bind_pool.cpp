@@ -226,6 +226,9 @@ void bind_lookups(nb::class_<PyPool>& pool) {
         .def(
             "prefix", [](PyPool& self, const Keys& keys) { return self.get().prefix(view(keys)); },
             "keys"_a.noconvert())
+        .def(
+            "refresh", [](PyPool& self, const Keys& keys) { self.get().refresh(view(keys)); },
+            "keys"_a.noconvert())
         .def("present", &py_present, "keys"_a.noconvert())
         .def("payload_offsets", &py_payload_offsets, "entries"_a.noconvert())
         .def("crcs", &py_crcs, "entries"_a.noconvert(), "shard"_a)

@@ -48,6 +48,10 @@ class FakePool:
     def present(self, keys: np.ndarray) -> np.ndarray:
         return np.array([self._ready(key.tobytes()) is not None for key in keys], dtype=np.bool_)
 
+    def refresh(self, keys: np.ndarray) -> None:
+        for key in reversed(keys[: self.prefix(keys)]):
+            self._touch(self._index[key.tobytes()])
+
     def lease(self, keys: np.ndarray) -> np.ndarray:
         ids = [self._index[key.tobytes()] for key in keys[: self.prefix(keys)]]
         for entry in ids:

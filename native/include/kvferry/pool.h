@@ -63,6 +63,9 @@ class Pool {
 
     // Lookups
     size_t prefix(KeyView keys) const;
+    // Marks the leading ready keys recently used, tail first, each in the list it is in. Who saves
+    // the continuation of a prefix calls it, or the head would be evicted before its tail.
+    void refresh(KeyView keys);
     void present(KeyView keys, bool* out) const;
 
     // Leases the leading ready keys and returns their ids. An entry that has all the leases it can

@@ -70,6 +70,21 @@ size_t Pool::prefix(KeyView keys) const {
     return count;
 }
 
+void Pool::refresh(KeyView keys) {
+    std::vector<uint32_t> ids;
+    ids.reserve(keys.size());
+    find_ready_prefix(keys, &ids, nullptr);
+    for (size_t i = ids.size(); i-- > 0;) {
+        Entry& entry = entries_[ids[i]];
+        touch(entry);
+        const uint8_t list = entry.flags & (kInProbation | kInProtected);
+        if (list != 0) {  // a leased entry is in none
+            lists_.remove(ids[i]);
+            lists_.push(ids[i], list);
+        }
+    }
+}
+
 void Pool::present(KeyView keys, bool* out) const {
     uint32_t found[Buckets::kGroup];
     for (size_t at = 0; at < keys.size(); at += Buckets::kGroup) {

@@ -60,13 +60,16 @@ class Probes:
             self.counters.need_full += 1
             self._core.send(peer, found)
             return
-        hit_tokens = 0
         if isinstance(found, Reason):
             self._core.declines[found] += 1
-        else:
-            shape, admission = found
-            hit_tokens = self._hit(shape, admission, admission.num_tokens)
+            self._core.send(peer, Hint(probe.admission, 0, probe.total))
+            return
+        shape, admission = found
+        hit_tokens = self._hit(shape, admission, admission.num_tokens)
         self._core.send(peer, Hint(probe.admission, hit_tokens, probe.total))
+        # Wanted again, even if the engine has it itself and never asks. After the answer is out.
+        for group, keys in zip(shape.stored_groups(), admission.keys, strict=True):
+            self._core.pool.refresh(keys[: hit_tokens // group.block_tokens])
 
     def on_ask(self, peer: Peer, ask: Ask, now_s: float) -> None:
         """Take or confirm the lease of an admission and answer how far it goes."""
@@ -321,6 +324,9 @@ def _frame_fault(probe: Probe, raw: list[bytes]) -> str | None:
         return f"hash_bytes {probe.hash_bytes} is not in 1..{_hash_bytes_max}"
     if not 0 <= probe.start <= probe.total:
         return f"hashes {probe.start}..{probe.total} are no range"
+    predecessor_bytes = probe.hash_bytes if probe.start else 0
+    if len(probe.predecessor) != predecessor_bytes:  # it is kept: never more than a hash
+        return f"a predecessor of {len(probe.predecessor)} bytes; it has {predecessor_bytes}"
     expected = (probe.total - probe.start) * probe.hash_bytes
     if len(raw[0]) != expected:
         return f"{len(raw[0])} bytes of hashes came, {expected} were announced"

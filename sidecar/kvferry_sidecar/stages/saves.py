@@ -14,6 +14,7 @@ from kvferry_sidecar.masks.store import store_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.plan.chunk_keys import keys_of_chunks
 from kvferry_sidecar.plan.tables import Fault, Table, pick_blocks, read_tables
+from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
@@ -61,7 +62,7 @@ def open_save(
         if isinstance(plan, Decline):
             return plan
         plans.append(plan)
-    return _reserve_all(core, plans)
+    return _reserve_all(core, plans, _prefixes(core, session, shape, job))
 
 
 class SaveWork:
@@ -70,9 +71,10 @@ class SaveWork:
     kind = "save"
     fence_offset = DONE_STEP_OFFSET
 
-    def __init__(self, core: Core, groups: list[_GroupSave]) -> None:
+    def __init__(self, core: Core, groups: list[_GroupSave], prefixes: list[Keys]) -> None:
         self._core = core
         self._groups = groups
+        self._prefixes = prefixes
 
     def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
         """One gather per group that this rank holds layers of and that has new chunks."""
@@ -117,6 +119,10 @@ class SaveWork:
                 self._core.pool.commit(save.entries)
             else:
                 self._core.pool.abort(save.entries)
+        # The chunks before these were used too, by the engine itself: were they left to grow
+        # cold, the head of a shared prefix would be evicted before the tails that need it.
+        for keys in self._prefixes:
+            self._core.pool.refresh(keys)
 
     def _store_crcs(self, part: Part) -> None:
         for planned, result in part.results:
@@ -190,7 +196,20 @@ def _plan_group(
     return _GroupPlan(shaped, keys, blocks)
 
 
-def _reserve_all(core: Core, plans: list[_GroupPlan]) -> SaveWork | Decline:
+def _prefixes(core: Core, session: Session, shape: SessionShape, job: SaveJob) -> list[Keys]:
+    """Keys of the request from its start to the job's end, as far as they are still known."""
+    admission = core.admissions.get(session.life, job.admission)
+    if admission is None or admission.version != job.version:
+        return []
+    return [
+        keys[: job.end_tokens // group.block_tokens]
+        for group, keys in zip(shape.stored_groups(), admission.keys, strict=True)
+    ]
+
+
+def _reserve_all(
+    core: Core, plans: list[_GroupPlan], prefixes: list[Keys]
+) -> SaveWork | Decline:
     """Reserve for every group, or for none when a stripe is larger than the pool can hold."""
     taken: list[_GroupSave] = []
     for plan in plans:
@@ -200,7 +219,7 @@ def _reserve_all(core: Core, plans: list[_GroupPlan]) -> SaveWork | Decline:
             for save in taken:
                 core.pool.abort(save.entries)
             return Decline(Reason.STRIPE_BYTES, f"group {plan.shape.group}: {error}")
-    return SaveWork(core, taken)
+    return SaveWork(core, taken, prefixes)
 
 
 def _reserve(core: Core, plan: _GroupPlan) -> _GroupSave:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from kvferry_native import Pool, PoolStats
+from kvferry_native import Pool, PoolFull, PoolStats
 from numpy.typing import NDArray
 
 Keys = NDArray[np.uint8]  # (n, 16)
@@ -43,6 +43,10 @@ class HostTier:
         """Number of leading keys that are ready."""
         return self._pool.prefix(keys)
 
+    def refresh(self, keys: Keys) -> None:
+        """Mark the leading ready keys recently used, the head of the prefix last."""
+        self._pool.refresh(keys)
+
     def lease(self, keys: Keys) -> Entries:
         """Lease the leading ready keys; no longer than ``keys``."""
         return self._pool.lease(keys)
@@ -54,9 +58,13 @@ class HostTier:
     def reserve(self, keys: Keys, payload_bytes: int, shards: int) -> Reservation:
         """Take a slot for every key that is not there yet.
 
-        ``payload_bytes`` is the whole stripe. ValueError when it exceeds a slab.
+        ``payload_bytes`` is the whole stripe. ValueError when it exceeds a slab. A size that the
+        pool has no class left for (64 others hold objects) is a full pool.
         """
-        codes = self._pool.reserve(keys, payload_bytes, shards)
+        try:
+            codes = self._pool.reserve(keys, payload_bytes, shards)
+        except PoolFull:
+            codes = np.full(len(keys), _FULL, np.int64)
         index = np.flatnonzero(codes >= 0)
         return Reservation(
             index=index,

@@ -372,3 +372,15 @@ def test_random_lives(fd_and_bytes: tuple[int, int], pool: Pool, seed: int) -> N
         model.writing.clear()
         model.leases.clear()
         model.verify()
+
+
+def test_a_refreshed_prefix_keeps_its_head_when_its_tail_must_go(pool: Pool) -> None:
+    prefix = range(1, 11)
+    for start in range(0, 10, 2):  # saved in steps, as a chunked prefill does
+        put(pool, *prefix[start : start + 2])
+        pool.refresh(keys_of(*prefix[: start + 2]))
+    others = iter(range(100, 200))
+    while pool.stats().evictions < 4:
+        put(pool, next(others))
+    assert pool.prefix(keys_of(*prefix)) == 6
+    assert pool.check() == []
