@@ -12,7 +12,7 @@ import struct
 
 import msgspec
 
-from kvferry_connector.wire.codec import WireError
+from kvferry_connector.wire.codec import WireError, brief
 
 LENGTH = struct.Struct("<I")
 attach_bytes_max = 4 << 20
@@ -240,7 +240,7 @@ def read_from_peer(body: bytes) -> FromPeer:
     try:
         return _from_peer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no attach message of ours: {error}") from error
+        raise WireError(f"no attach message of ours: {brief(error)}") from error
 
 
 def read_to_peer(body: bytes) -> ToPeer:
@@ -248,7 +248,7 @@ def read_to_peer(body: bytes) -> ToPeer:
     try:
         return _to_peer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"no attach message of ours: {error}") from error
+        raise WireError(f"no attach message of ours: {brief(error)}") from error
 
 
 class Reassembler:

@@ -21,6 +21,7 @@ body_bytes_max = 1 << 20
 raw_frames_max = 2
 raw_bytes_max = 64 << 20
 id_chars_max = 512
+error_chars_max = 256  # of a decoder's error: it quotes what it met, which may be very long
 
 Frame = bytes | bytearray | memoryview
 T = TypeVar("T")
@@ -104,4 +105,10 @@ def _read(decoder: msgspec.msgpack.Decoder[T], body: Frame) -> T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"body is no message of ours: {error}") from error
+        raise WireError(f"body is no message of ours: {brief(error)}") from error
+
+
+def brief(error: Exception) -> str:
+    """Return a decoder's error as text of at most ``error_chars_max`` characters."""
+    text = str(error)
+    return text if len(text) <= error_chars_max else f"{text[: error_chars_max - 3]}..."

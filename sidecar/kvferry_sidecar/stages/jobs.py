@@ -10,7 +10,8 @@ import hashlib
 from collections import Counter
 from typing import TypeVar
 
-from kvferry_connector.wire.codec import WireError, read_job
+import msgspec
+from kvferry_connector.wire.codec import WireError, id_chars_max, read_job
 from kvferry_connector.wire.hot import (
     Cancel,
     Job,
@@ -61,7 +62,7 @@ class Jobs:
         digest = _digest(submit.job, raw)
         known = self._digests.get(digest)
         try:
-            job = known.job if known is not None else read_job(submit.job)
+            job = known.job if known is not None else _bounded(read_job(submit.job))
         except WireError as error:
             self._core.refuse_frame(peer, Decline(Reason.FRAMES, str(error)))
             return
@@ -309,6 +310,13 @@ def _uncount(counts: Counter[T], name: T) -> None:
     counts[name] -= 1
     if not counts[name]:
         del counts[name]
+
+
+def _bounded(job: Job) -> Job:
+    """A request id is a label here; a frame may hold a mebibyte of it, an open job must not."""
+    if len(job.request) <= id_chars_max:
+        return job
+    return msgspec.structs.replace(job, request=job.request[:id_chars_max])
 
 
 def _digest(job: bytes, raw: list[bytes]) -> bytes:

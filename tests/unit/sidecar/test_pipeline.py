@@ -248,3 +248,20 @@ def test_a_full_pool_skips_and_still_ends_done():
     bed.submit(engine.workers[0], job, raw)
     assert outcome(bed, engine.workers[0]).moved_bytes == 0
     assert bed.pipeline.snapshot().skips["pool-full"] == 2
+
+
+def test_a_shared_head_outlives_the_tails_when_the_pool_is_full():
+    bed, engine = Bed(slots=12), make_engine()
+    bed.probe(engine, 1, 7, 8)
+    for first in (0, 4):  # a prompt saved in two steps of its prefill
+        job, raw = bed.save_job(engine, 7, [1, 2, 3, 4], first=first)
+        job = msgspec.structs.replace(job, admission=1)
+        bed.submit(engine.workers[0], job, raw)
+        bed.run_copies()
+        assert outcome(bed, engine.workers[0]).status == "done"
+    bed.stored(engine, 8, 4)
+    bed.stored(engine, 9, 2)
+    bed.probe(engine, 2, 7, 8)  # wanted again: the engine may have it itself and never ask
+    bed.stored(engine, 10, 4)
+    bed.probe(engine, 3, 7, 8)
+    assert bed.ask(engine, 3).hit_tokens == 6 * BLOCK
