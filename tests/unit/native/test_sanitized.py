@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ SANITIZERS = {"asan": "address,undefined", "tsan": "thread"}
 
 def run(*command: str, deadline_s: float) -> None:
     """Run a command of ours; its whole output is the failure's text."""
-    environment = os.environ | {
+    # Importing vLLM for CPU in this process sets LD_PRELOAD, and ASan must come first.
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"} | {
         "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "TSAN_OPTIONS": "halt_on_error=1",
@@ -38,10 +40,12 @@ def run(*command: str, deadline_s: float) -> None:
 def build(request: pytest.FixtureRequest) -> Path:
     name = request.param
     folder = ROOT / "build" / f"native-{name}"
-    configure = ["cmake", "-S", str(ROOT), "-B", str(folder), "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    cmake = str(Path(sys.executable).with_name("cmake"))  # of the `test` extra, or the system's
+    cmake = cmake if Path(cmake).exists() else "cmake"
+    configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
     options = ["-DKVFERRY_PYTHON=OFF", "-DKVFERRY_TESTS=ON"]
     run(*configure, *options, f"-DKVFERRY_SANITIZE={SANITIZERS[name]}", deadline_s=120)
-    run("cmake", "--build", str(folder), deadline_s=1200)
+    run(cmake, "--build", str(folder), "--parallel", "2", deadline_s=1200)
     return folder
 
 
