@@ -28,6 +28,7 @@ class Admission:
     last_hash: bytes
     keys: list[Keys]
     answered: bool = False
+    leased: bool = False  # a lease was taken: that has marked the chunks as used
 
     def key_bytes(self) -> int:
         """Bytes of all keys."""

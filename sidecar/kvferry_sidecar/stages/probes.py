@@ -67,9 +67,6 @@ class Probes:
         shape, admission = found
         hit_tokens = self._hit(shape, admission, admission.num_tokens)
         self._core.send(peer, Hint(probe.admission, hit_tokens, probe.total))
-        # Wanted again, even if the engine has it itself and never asks. After the answer is out.
-        for group, keys in zip(shape.stored_groups(), admission.keys, strict=True):
-            self._core.pool.refresh(keys[: hit_tokens // group.block_tokens])
 
     def on_ask(self, peer: Peer, ask: Ask, now_s: float) -> None:
         """Take or confirm the lease of an admission and answer how far it goes."""
@@ -87,6 +84,11 @@ class Probes:
         """Forget admissions; a lease that a job owns stays with the job."""
         life = peer.session.life
         for number in release.admissions:
+            admission = self._core.admissions.get(life, number)
+            if admission is not None and not admission.leased:
+                # Wanted again, though the engine had it itself and took no lease.
+                for keys in admission.keys:
+                    self._core.pool.refresh(keys)
             self._core.admissions.drop(life, number)
             self._core.leases.drop_unowned(LeaseKey(life, number))
 
@@ -239,6 +241,7 @@ class Probes:
                 touched_s=now_s,
             )
             self._core.leases.add(lease)
+            admission.leased = True
             answer = self._leased(ask, lease)
         elif taken is not None:
             self._core.declines[taken] += 1
