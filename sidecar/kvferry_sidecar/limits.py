@@ -26,7 +26,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Probes and leases.
     admissions_max: int = 16_384  # known admissions of one session
     hashes_max: int = 1 << 20  # prefix hashes of one admission
-    key_bytes_max: int = 512 << 20  # keys kept for all admissions together
+    key_bytes_max: int = 48 << 20  # keys kept for all admissions together
     leases_max: int = 1 << 20  # leased pool entries of one session
     lease_idle_ms_max: int = 30_000  # a lease that no ask and no job confirms falls after this
 

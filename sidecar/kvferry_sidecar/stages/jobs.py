@@ -270,6 +270,9 @@ class Jobs:
         if not run.decided() or self._runs.get(key) is not run:
             return
         run.work.settle(run)
+        # A run and its parts name each other, and a part's copies hold the engine's memory: left
+        # to the collector, an engine that is gone would stay mapped until its next round.
+        run.parts.clear()
         del self._runs[key]
         del self._digests[run.digest]
         _uncount(self._runs_of, run.session.key)

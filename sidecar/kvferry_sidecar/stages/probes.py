@@ -271,7 +271,7 @@ class Probes:
         taken = []
         short = False
         for g, chunks, keys in zip(shape.stored_groups(), wanted, admission.keys, strict=True):
-            entries = self._core.pool.lease(keys[chunks])
+            entries = self._core.pool.lease(_rows(keys, chunks))
             taken.append(LeasedGroup(g.group, chunks, entries))
             short = short or len(entries) < len(chunks)
         if short:
@@ -317,6 +317,13 @@ class Probes:
         self.counters.missed_tokens += max(0, ask.max_tokens - reached)
         if answer.reason == Reason.ABSENT:
             self._core.declines[Reason.ABSENT] += 1
+
+
+def _rows(keys: Keys, chunks: NDArray[np.int64]) -> Keys:
+    """Return the keys of ascending chunks; a view where they follow one another."""
+    if len(chunks) and chunks[-1] - chunks[0] + 1 == len(chunks):
+        return keys[int(chunks[0]) : int(chunks[-1]) + 1]
+    return keys[chunks]
 
 
 def _frame_fault(probe: Probe, raw: list[bytes]) -> str | None:

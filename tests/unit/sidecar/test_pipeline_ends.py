@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import msgspec
@@ -16,6 +17,7 @@ from kvferry_connector.wire.hot import (
 )
 from kvferry_sidecar.engines.base import CopyStatus
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.stages.parts import JobRun, Part
 from support.pipeline_bed import BLOCK, Bed, make_engine
 
 
@@ -267,3 +269,15 @@ def test_drain_ends_what_hangs_at_its_deadline():
 
 def test_an_idle_pipeline_wants_no_tick():
     assert Bed().pass_s(1.0) == math.inf
+
+
+def test_nothing_of_an_ended_job_is_left_to_the_collector():
+    """Its parts hold the engine's memory, which must go with the engine, at once."""
+    bed, engine = Bed(), make_engine(ranks=2)
+    gc.collect()
+    gc.disable()
+    try:
+        bed.stored(engine, 7, 4)
+        assert not [found for found in gc.get_objects() if isinstance(found, JobRun | Part)]
+    finally:
+        gc.enable()

@@ -1,0 +1,78 @@
+"""Connector time in hooks per engine step, net of a connector that does nothing.
+
+Two real engines (no attention: bench/engine.py) run the same requests, one with FerryConnector and
+a real sidecar, one with bench/null_connector.py. Every public method of both connector objects is
+wrapped with the same clock; the null connector's time, clock included, is subtracted. ``median`` is
+the step on which nothing completes; ``mean`` has the saves of every 128th token in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.child import in_engine_process
+from bench.common import Figure, at_most, bench_main, plain
+from bench.sidecar import running_sidecar
+
+POOL_BYTES = 512 << 20
+GOALS_US = {"1": 4.0, "8": 11.0, "32": 19.0}
+PROBE_GOALS_MS = {"8192": 0.1, "131072": 0.5}
+PROBE_BYTES_RATIO = 1.1
+FERRY = {"connector": "FerryConnector", "module": "kvferry_connector"}
+NULL = {"connector": "NullConnector", "module": "bench.null_connector", "run_dir": ""}
+
+
+def run(quick: bool) -> dict[str, object]:
+    """Return us per step net of the null connector, and what probes cost."""
+    steps = {"what": "steps", "block_tokens": 128, "steps": 128 if quick else 512,
+             "rounds": 5 if quick else 20}  # fmt: skip
+    probes = {"what": "probes", "block_tokens": 16, "steps": 0, "rounds": 10 if quick else 40}
+    with running_sidecar(POOL_BYTES, ("--log-level", "warning")) as sidecar:
+        ferry = FERRY | {"run_dir": str(sidecar.run_dir)}
+        null = in_engine_process("bench.hooks_child", steps | NULL)
+        own: dict[str, Any] = in_engine_process("bench.hooks_child", steps | ferry)
+        null_probes = in_engine_process("bench.hooks_child", probes | NULL)
+        own_probes: dict[str, Any] = in_engine_process("bench.hooks_child", probes | ferry)
+    if own["hook_errors"] or own_probes["hook_errors"]:
+        raise RuntimeError("hooks raised: the figures would be of the error path")
+    figures = _steps(own, null) + _probes(own_probes, null_probes)
+    return {
+        "figures": figures,
+        "reference": "the same clock around a connector that does nothing, same run",
+        "ferry": own, "null": null, "probes": own_probes,
+    }  # fmt: skip
+
+
+def _steps(own: dict[str, Any], null: dict[str, Any]) -> list[Figure]:
+    figures: list[Figure] = []
+    for count, goal in GOALS_US.items():
+        mine, floor = own["running"][count], null["running"][count]
+        for kind in ("median", "mean"):
+            key = f"{kind}_us"
+            title = f"{count} running: hooks per step, {kind}, net"
+            figures.append(at_most(title, mine[key] - floor[key], "us", goal, null=floor[key]))
+    floor_us = null["prefill"]["median_us"]
+    net_us = own["prefill"]["median_us"] - floor_us
+    figures.append(plain("step that saves 16 chunks, median, net", net_us, "us", null=floor_us))
+    loads = own["loads"]
+    net_us = loads["median_us"] - null["running"]["1"]["median_us"]
+    title = f"step with {loads['pending']} loads pending, 1 running, median, net"
+    figures.append(plain(title, net_us, "us"))
+    return figures
+
+
+def _probes(own: dict[str, Any], null: dict[str, Any]) -> list[Figure]:
+    figures: list[Figure] = []
+    for tokens, goal in PROBE_GOALS_MS.items():
+        mine, floor = own["probes"][tokens], null["probes"][tokens]
+        net_ms = (mine["median_us"] - floor["median_us"]) / 1e3
+        title = f"probe of {tokens} tokens ({mine['hashes']} hashes): hook time, median, net"
+        figures.append(at_most(title, net_ms, "ms", goal))
+        title = f"probe of {tokens} tokens: bytes over bytes of its hashes"
+        ratio = mine["probe_bytes"] / mine["hashes_bytes"]
+        figures.append(at_most(title, ratio, "x", PROBE_BYTES_RATIO))
+    return figures
+
+
+if __name__ == "__main__":
+    bench_main(__doc__, run)

@@ -1,0 +1,258 @@
+"""The engine's side of bench/hooks.py: one engine, one connector, time in hooks per step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvferry_connector.wire import codec
+from kvferry_demo.protocol import EngineSetup
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from bench.common import percentile
+from bench.engine import DEADLINE_S, BenchEngine, Clock, Spent, write_config
+
+PREFILL_TOKENS = 2048  # of a step; 16 chunks of 128
+LOADS = 32
+PENDING_STEPS = 60  # before the running request completes a block: that would be a save
+LOAD_TOKENS = 300
+PROBE_TOKENS = (8192, 131072)
+
+
+def measure(setup: dict[str, Any]) -> dict[str, Any]:
+    """Build the engine and measure what ``setup`` names."""
+    engine = BenchEngine(_engine_setup(setup))
+    ferry = setup["connector"] == "FerryConnector"
+    if ferry:
+        engine.wait_ready()
+    bench = Bench(engine, int(setup["steps"]))
+    result: dict[str, Any] = {"running": {}}
+    if setup["what"] == "steps":
+        for count in (1, 8, 32):
+            result["running"][str(count)] = bench.decode(count)
+        result["prefill"] = bench.prefill(int(setup["rounds"]))
+        if ferry:
+            result["loads"] = bench.loads_pending()
+    else:
+        result["probes"] = {
+            str(tokens): bench.probe(tokens, int(setup["rounds"])) for tokens in PROBE_TOKENS
+        }
+    if ferry:
+        result["hook_errors"] = bench.counts.get("hook_errors", 0)
+        result["counts"] = bench.counts
+    engine.close()
+    return result
+
+
+def _engine_setup(setup: dict[str, Any]) -> EngineSetup:
+    # On a busy machine an answer may take longer than the default: a load is wanted, not a miss.
+    extra = {"run_dir": setup["run_dir"], "probe_ms_max": 10_000} if setup["run_dir"] else {}
+    transfer = {
+        "kv_connector": setup["connector"],
+        "kv_connector_module_path": setup["module"],
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return EngineSetup(
+        model_dir=str(write_config(Path(setup["folder"]) / "model")),
+        kv_cache_bytes=512 << 20,
+        max_model_len=16384,
+        max_num_seqs=34,
+        max_num_batched_tokens=PREFILL_TOKENS,
+        engine_args={"kv_transfer_config": transfer, "block_size": setup["block_tokens"]},
+    )
+
+
+class Bench:
+    """Measures one engine; prompts never repeat unless a hit is meant."""
+
+    def __init__(self, engine: BenchEngine, steps: int) -> None:
+        self.engine = engine
+        self.steps = steps
+        self.counts: dict[str, int] = {}
+        self._random = np.random.default_rng(3)
+        self._names = 0
+        self._clock = Clock()
+        self._watch_stats(engine.scheduler_connector)
+        self._watch_stats(engine.worker_connector)
+        self._clock.wrap(engine.scheduler_connector)
+        self._clock.wrap(engine.worker_connector)
+
+    def _watch_stats(self, connector: Any) -> None:
+        """Sum what the connector counts."""
+        stats = getattr(connector, "_stats", None)
+        if stats is not None:
+            count = stats.count
+
+            def counted(name: str, number: int = 1) -> None:
+                if name == "hook_errors":
+                    self.counts[name] = self.counts.get(name, 0) + number
+                count(name, number)
+
+            stats.count = counted
+
+    def _tokens(self, count: int) -> list[int]:
+        return [int(token) for token in self._random.integers(3, 1000, count)]
+
+    def _add(self, tokens: list[int], max_tokens: int) -> str:
+        self._names += 1
+        name = f"request-{self._names}"
+        self.engine.start(name, tokens, max_tokens)
+        return name
+
+    def decode(self, count: int) -> dict[str, Any]:
+        """Hook time per step while ``count`` requests decode, in us."""
+        for _ in range(count):
+            self._add(self._tokens(40), 8000)
+        for _ in range(20):
+            self.engine.step()
+        running = len(self.engine._scheduler.running)
+        if running != count:
+            raise RuntimeError(f"{running} of {count} requests run")
+        summary = self._steps(self.steps)
+        # Again with CPU time, which the clock of the figures leaves out (it costs a system call).
+        self._clock.cpu = True
+        cpu = self._steps(self.steps)
+        self._clock.cpu = False
+        self.engine.end_all()
+        return summary | {"cpu_mean_us": cpu["cpu_mean_us"], "cpu_median_us": cpu["cpu_median_us"]}
+
+    def _steps(self, count: int) -> dict[str, Any]:
+        """Take steps and return what their hooks cost."""
+        spent = []
+        self._clock.take()
+        for _ in range(count):
+            self.engine.step()
+            spent.append(self._clock.take())
+        return _summary(spent)
+
+    def prefill(self, rounds: int) -> dict[str, Any]:
+        """Hook time of a step that computes (and saves) 2048 tokens of one request, in us.
+
+        It is the second step of its request: no lookup, and the first save's outcome may come.
+        """
+        spent = []
+        self._clock.cpu = True
+        for _ in range(rounds):
+            self._add(self._tokens(2 * PREFILL_TOKENS + 64), 1)
+            self.engine.step()
+            time.sleep(0.02)
+            self._clock.take()
+            self.engine.step()
+            spent.append(self._clock.take())
+            self.engine.end_all()
+            self.engine.forget_local()
+        self._clock.cpu = False
+        return _summary(spent)
+
+    def loads_pending(self) -> dict[str, Any]:
+        """Hook time per step with one request running and 32 loads pending, in us.
+
+        The fence word stands still meanwhile, so the sidecar, which waits for it, starts no copy.
+        """
+        engine = self.engine
+        prompts = [self._tokens(LOAD_TOKENS) for _ in range(LOADS)]
+        for prompt in prompts:
+            self._add(prompt, 1)
+        self._finish()
+        engine.forget_local()
+        self._add(self._tokens(40), 8000)
+        for _ in range(20):
+            engine.step()
+        worker = engine.worker_connector._worker
+        fence, reached = worker._fence, engine.scheduler_connector._scheduler._step
+        bound = fence.bound
+        fence.bound = lambda _step: bound(reached)
+        try:
+            for prompt in prompts:
+                self._add(prompt, 1)
+            for _ in range(5):
+                engine.step()
+                time.sleep(0.05)  # the answers to all asks come in
+            summary = self._steps(PENDING_STEPS)
+            pending = sum(bool(job.load_of) for job in worker._open.values())
+        finally:
+            fence.bound = bound
+        if pending != LOADS:
+            raise RuntimeError(f"{pending} of {LOADS} loads were pending")
+        engine.end_all()
+        return summary | {"pending": pending}
+
+    def _finish(self) -> None:
+        """Step until only settled requests are left."""
+        self.engine.finish()
+        if not self.engine.settle(DEADLINE_S)[0]:
+            raise TimeoutError("the engine does not fall asleep")
+
+    def probe(self, tokens: int, rounds: int) -> dict[str, Any]:
+        """Hook time of on_new_request for a prompt of ``tokens``, and the bytes of its probe."""
+        connector = self.engine.scheduler_connector
+        half = getattr(connector, "_scheduler", None)
+        sent = None if half is None else _SentBytes(half._lookup.client)
+        spent = []
+        self._clock.cpu = True
+        for number in range(rounds):
+            params = SamplingParams(max_tokens=1, ignore_eos=True)
+            params.update_from_generation_config({}, 2)
+            request = Request(
+                request_id=f"probe-{tokens}-{number}",
+                prompt_token_ids=self._tokens(tokens),
+                sampling_params=params,
+                pooling_params=None,
+                block_hasher=self.engine.request_block_hasher,
+            )
+            self._clock.take()
+            connector.on_new_request(request)
+            spent.append(self._clock.take())
+            hashes = b"".join(request.block_hashes)
+            connector.request_finished_all_groups(request, ([],))
+            if half is not None:
+                half._lookup.end_step()
+            time.sleep(0.003)
+        more = {} if sent is None else {"probe_bytes": sent.last, "hashes_bytes": len(hashes)}
+        self._clock.cpu = False
+        return _summary(spent) | more | {"hashes": len(request.block_hashes)}
+
+
+class _SentBytes:
+    """Counts the bytes of all frames of the last probe a client sent."""
+
+    def __init__(self, client: Any) -> None:
+        self.last = 0
+        send = client.send
+
+        def counted(link: Any, message: Any, raw: Any = ()) -> bool:
+            if raw:
+                frames = codec.pack(
+                    message, raw, protocol=link.protocol, epoch=link.epoch,
+                    generation=link.generation,
+                )  # fmt: skip
+                self.last = sum(len(frame) for frame in frames)
+            return bool(send(link, message, raw))
+
+        client.send = counted
+
+
+def _summary(spent: list[Spent]) -> dict[str, Any]:
+    walls = [one.wall_us for one in spent]
+    cpus = [one.cpu_us for one in spent]
+    names = {name for one in spent for name in one.by_method_us}
+    methods = {
+        name: statistics.median(one.by_method_us.get(name, 0.0) for one in spent) for name in names
+    }
+    ranked = sorted(methods.items(), key=lambda item: -item[1])[:10]
+    return {
+        "median_us": statistics.median(walls),
+        "mean_us": statistics.fmean(walls),
+        "min_us": min(walls),
+        "p99_us": percentile(walls, 99),
+        "cpu_median_us": statistics.median(cpus),
+        "cpu_mean_us": statistics.fmean(cpus),
+        "calls": statistics.median(one.calls for one in spent),
+        "median_by_method_us": {name: round(us, 3) for name, us in ranked},
+    }

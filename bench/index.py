@@ -1,0 +1,87 @@
+"""The pool's index: batched probes with key mixing included, and how the cost grows.
+
+Hits and misses apart, one core. Growth compares the largest number of keys with 100,000.
+"""
+
+from __future__ import annotations
+
+import os
+
+import kvferry_native as native
+import numpy as np
+
+from bench.common import Figure, at_least, at_most, bench_main, best_s
+
+BATCH = 8192
+HASH_BYTES = 32
+NAMESPACE = bytes(range(16))
+PAYLOAD_BYTES = 256  # tiny objects: the index is measured, not the arena
+PROBES_GOAL, GROWTH_GOAL, BYTES_GOAL = 10.0, 2.0, 64.0
+
+
+def _hashes(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, HASH_BYTES), dtype=np.uint8)
+
+
+def _mix(hashes: np.ndarray) -> np.ndarray:
+    return native.mix_keys(NAMESPACE, 0, 0, hashes.reshape(-1), HASH_BYTES, 0, 1)
+
+
+def _pool(keys_max: int) -> native.Pool:
+    slab_bytes = 16 << 20
+    arena = keys_max * 512 + 4 * slab_bytes
+    total = native.Pool.segment_bytes_for(arena, slab_bytes, keys_max)
+    fd = os.memfd_create("bench-pool")
+    os.ftruncate(fd, total)
+    pool = native.Pool.create(fd, total, slab_bytes, keys_max, 1, 1)
+    os.close(fd)
+    return pool
+
+
+def _measure(count: int, probes: int) -> dict[str, float]:
+    pool = _pool(count)
+    stored = _hashes(count, 1)
+    for start in range(0, count, BATCH):
+        entries = pool.reserve(_mix(stored[start : start + BATCH]), PAYLOAD_BYTES, 1)
+        pool.commit(entries[entries >= 0].astype(np.uint32))
+    order = np.random.default_rng(2).integers(0, count, probes)
+    hits = stored[order]
+    misses = _hashes(probes, 3)
+
+    def run(hashes: np.ndarray, want: bool) -> None:
+        for start in range(0, probes, BATCH):
+            found = pool.present(_mix(hashes[start : start + BATCH]))
+            assert bool(found.all()) if want else not bool(found.any())
+
+    result = {
+        "hit_ns": best_s(lambda: run(hits, True), 5) / probes * 1e9,
+        "miss_ns": best_s(lambda: run(misses, False), 5) / probes * 1e9,
+    }
+    pool.close()
+    return result
+
+
+def run(quick: bool) -> dict[str, object]:
+    """Return the figures; ``quick`` stops at 1 M keys."""
+    probes = 1 << 18 if quick else 1 << 20
+    sizes = [100_000, 1_000_000] if quick else [100_000, 1_000_000, 10_000_000]
+    rows = {str(size): _measure(size, probes) for size in sizes}
+    million, small, large = rows["1000000"], rows[str(sizes[0])], rows[str(sizes[-1])]
+    keys, slab = 1 << 20, 16 << 20
+    index_bytes = native.Pool.segment_bytes_for(slab, slab, 2 * keys) - (
+        native.Pool.segment_bytes_for(slab, slab, keys)
+    )
+    figures: list[Figure] = []
+    for kind in ("hit", "miss"):
+        rate = 1e3 / million[f"{kind}_ns"]
+        figures.append(at_least(f"{kind} at 1 M keys", rate, "M probes/s", PROBES_GOAL))
+    for kind in ("hit", "miss"):
+        growth = large[f"{kind}_ns"] / small[f"{kind}_ns"]
+        title = f"{kind}: cost per probe at {sizes[-1]:,} keys over {sizes[0]:,}"
+        figures.append(at_most(title, growth, "x", GROWTH_GOAL))
+    figures.append(at_most("index bytes per key", index_bytes / keys, "bytes", BYTES_GOAL))
+    return {"figures": figures, "ns_per_probe": rows}
+
+
+if __name__ == "__main__":
+    bench_main(__doc__, run)

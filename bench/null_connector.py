@@ -1,0 +1,59 @@
+# ruff: noqa: ARG002 - hooks have vLLM's signatures and use nothing of them
+"""A connector that does nothing: what vLLM's own connector machinery costs, the floor of hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+_NOTHING = KVConnectorTransferResults()
+
+
+class NullConnector(KVConnectorBase_V1, SupportsHMA):
+    """Every hook that vLLM demands, empty."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None: ...
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
+
+    def wait_for_save(self) -> None: ...
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return _NOTHING
+
+    def on_new_request(self, request: Any) -> None: ...
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def update_connector_output(self, connector_output: Any) -> None: ...
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
