@@ -94,7 +94,9 @@ class Pool:
         """
     def payload_offsets(self, entries: NDArray[np.uint32]) -> NDArray[np.uint64]:
         """Byte offset of each payload from `address`."""
-    def set_crcs(self, entries: NDArray[np.uint32], shard: int, crcs: NDArray[np.uint32]) -> None: ...
+    def set_crcs(
+        self, entries: NDArray[np.uint32], shard: int, crcs: NDArray[np.uint32]
+    ) -> None: ...
     def crcs(
         self, entries: NDArray[np.uint32], shard: int
     ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
@@ -184,7 +186,7 @@ class CopyEngine:
         pool_bytes: int = 0,  # 0: unknown, offsets are only checked for overflow
     ) -> None: ...
     def cancel(self, ticket: int) -> None:
-        """Start no further piece; the completion (cancelled, or done if it was late) still comes."""
+        """Start no further piece; the completion still comes: cancelled, or done if late."""
     def poll(self) -> list[Completion]: ...
     def close(self) -> None:
         """Stop taking work, drain what runs, join the threads."""
