@@ -13,6 +13,7 @@ from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 
 from kvferry_sidecar import config
 from kvferry_sidecar.cli import options, query
+from kvferry_sidecar.cli.geometry import geometry
 from kvferry_sidecar.errors import ExitCode, KvferryError, ProtocolError
 
 
@@ -75,6 +76,9 @@ def status(file: Path | None, assignments: tuple[str, ...], as_json: bool, **val
         ) from error
     render.console().print(render.status(document))
     return ExitCode.OK
+
+
+kvferry.add_command(geometry)
 
 
 @kvferry.group("config")

@@ -1,8 +1,6 @@
-"""The hit search over groups: the longest prefix that is complete in all of them.
+"""The hit of models with full attention only: a group's longest run from 0 answers it.
 
-L is complete iff it is a multiple of the alignment and every chunk in each group's load mask at
-L is present. With full groups only, a group's longest run from 0 answers it; kinds with holes
-will have their own search here, and the fixed point over groups around it.
+`search.find_hit` is the search over all kinds, from what is present instead of from runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which chunks a hit of a given length needs, per kind of group.
 
-Source: the managers of vLLM 0.32 (`find_longest_cache_hit`, `allocate_slots`): the mask equals
-the non-null destinations that the manager allocates for a hit of this length.
+Source: `allocate_slots` of vLLM 0.32's managers: the mask equals the non-null destinations that
+a manager allocates for a hit of this length (and the store coordinator's own load mask).
 """
 
 from __future__ import annotations
@@ -9,28 +9,56 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry_sidecar.masks.kinds import Kind
+from kvferry_sidecar.masks.kinds import FULL_FAMILY, WINDOWED, Kind, kind_of
+from kvferry_sidecar.masks.rules import GroupRule
 
 
-def load_mask(kind: str, *, total_tokens: int, block_tokens: int) -> NDArray[np.bool_]:
+def load_mask(rule: GroupRule, *, total_tokens: int) -> NDArray[np.bool_]:
     """Return (n,) with n = ceil(total / block): True where the chunk must be present.
 
-    ``total_tokens`` is the whole hit from token 0, also when a part of it is local already.
-    ValueError for a kind that registration should have refused.
+    ``total_tokens`` is the whole hit from token 0, also when a part of it is local already:
+    never a suffix. EAGLE changes nothing: the hit is the length after the drop. (0,) for groups
+    that are not stored.
     """
-    chunks = -(-total_tokens // block_tokens)
-    if kind == Kind.FULL:
-        return np.ones(chunks, dtype=np.bool_)
-    raise ValueError(f"no load mask for groups of kind {kind!r}")
+    if not rule.stored:
+        return np.zeros(0, dtype=np.bool_)
+    mask = np.zeros(-(-total_tokens // rule.block), dtype=np.bool_)
+    mask[skipped_tokens(rule, total_tokens) // rule.block :] = True
+    return mask
+
+
+def skipped_tokens(rule: GroupRule, total_tokens: int) -> int:
+    """Return how many leading tokens a request that resumes at ``total_tokens`` never reads."""
+    if rule.kind in WINDOWED:
+        return max(0, total_tokens - rule.reach + 1)
+    if rule.kind is Kind.CHUNKED:
+        return total_tokens // rule.chunk * rule.chunk
+    if rule.kind is Kind.MAMBA:
+        return max(0, total_tokens - 1)
+    return 0
 
 
 def load_chunks(
     kind: str, *, local_tokens: int, total_tokens: int, block_tokens: int
 ) -> NDArray[np.int64]:
-    """Return the indices of the chunks to load: in the mask, and not yet whole locally.
+    """Return the chunks to load, ascending, of a group that its kind and block size describe.
 
-    The mask is evaluated at the total and only then cut: never at the suffix.
+    ValueError for a kind with further numbers: those go through `needed_chunks`.
     """
-    mask = load_mask(kind, total_tokens=total_tokens, block_tokens=block_tokens)
-    mask[: local_tokens // block_tokens] = False
+    rule = plain_rule(kind, block_tokens)
+    return needed_chunks(rule, local_tokens=local_tokens, total_tokens=total_tokens)
+
+
+def needed_chunks(rule: GroupRule, *, local_tokens: int, total_tokens: int) -> NDArray[np.int64]:
+    """Return the chunks to load, ascending: in the mask at the total, and not whole locally."""
+    mask = load_mask(rule, total_tokens=total_tokens)
+    mask[: local_tokens // rule.block] = False
     return np.flatnonzero(mask)
+
+
+def plain_rule(kind: str, block_tokens: int) -> GroupRule:
+    """Return the rule of a full-attention group; ValueError for any other kind."""
+    known = kind_of(kind)
+    if not isinstance(known, Kind) or known not in FULL_FAMILY:
+        raise ValueError(f"no mask for groups of kind {kind!r} without their other numbers")
+    return GroupRule(known, block_tokens)

@@ -1,0 +1,121 @@
+"""Which objects a load reads and a partial tail saves: chunks and the tokens of their keys.
+
+An object is named by its group and the prefix hash at its end token: the chunk's end, or a hash
+boundary inside the chunk for a partial tail. Attention is append-only, so a tail saved under a
+later boundary holds every earlier one of its chunk; a state is right at its own boundary only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry_sidecar.masks.kinds import Kind
+from kvferry_sidecar.masks.load import load_mask
+from kvferry_sidecar.masks.presence import Presence
+from kvferry_sidecar.masks.rules import Refused, Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """Chunks (n,) of one group, ascending, and the end token (n,) of each one's key."""
+
+    chunks: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+def needed_objects(
+    rules: Rules,
+    group: int,
+    present: NDArray[np.bool_],
+    *,
+    total_tokens: int,
+    local_tokens: int = 0,
+) -> Objects | None:
+    """Return what a hit of ``total_tokens`` reads past the local prefix; None if one is absent.
+
+    ``present`` is this group's array (see `presence`).
+    """
+    rule, unit = rules.groups[group], rules.unit(group)
+    chunks = np.flatnonzero(load_mask(rule, total_tokens=total_tokens))
+    chunks = chunks[(chunks + 1) * rule.block > local_tokens]
+    ends = (chunks + 1) * rule.block
+    if len(ends) and ends[-1] > total_tokens:
+        ends[-1] = _tail_end(rules, group, present, total_tokens)
+    places = ends // unit - 1
+    absent = (places < 0) | (places >= len(present))
+    if absent.any() or not present[places].all():
+        return None
+    return Objects(chunks, ends)
+
+
+def _tail_end(rules: Rules, group: int, present: NDArray[np.bool_], total_tokens: int) -> int:
+    """Return the end token of the stored object that serves a tail at ``total_tokens``, or 0."""
+    rule, unit = rules.groups[group], rules.unit(group)
+    if total_tokens % unit:
+        return 0
+    if rule.kind is Kind.MAMBA:
+        return total_tokens
+    first = total_tokens // unit - 1
+    last = -(-total_tokens // rule.block) * rule.block // unit
+    later = np.flatnonzero(present[first:last])
+    return (first + int(later[0]) + 1) * unit if len(later) else 0
+
+
+def is_complete(rules: Rules, present: Presence, *, total_tokens: int) -> bool:
+    """Whether a request can resume at ``total_tokens`` with what is stored in all groups."""
+    if total_tokens % rules.alignment:
+        return False
+    return all(
+        needed_objects(rules, i, present[i], total_tokens=total_tokens) is not None
+        for i, rule in enumerate(rules.groups)
+        if rule.stored
+    )
+
+
+def prompt_boundary(rules: Rules, prefill_tokens: int) -> int:
+    """Return the hash boundary at which a resend of this prompt finds its last state."""
+    proof = prefill_tokens if rules.use_eagle else prefill_tokens - 1
+    boundary = proof // rules.hash_block * rules.hash_block
+    return max(0, boundary - rules.hash_block if rules.use_eagle else boundary)
+
+
+def partial_tail(
+    rules: Rules, group: int, *, prefill_tokens: int, computed_tokens: int, hashed_tokens: int
+) -> Objects:
+    """Return what a prompt's partial tail saves of an attention group, beside whole chunks.
+
+    The chunks from the last multiple of S up to the prompt's boundary and EAGLE's margin, each
+    keyed at its end within them. Nothing without partial hits, before all of it is computed and
+    hashed, or for a Mamba group: its state comes by hand-off.
+    """
+    rule = rules.groups[group]
+    boundary = prompt_boundary(rules, prefill_tokens)
+    end = boundary + (rules.eagle_margin(group) if rules.eagle_by_group[group] else 0)
+    due = rules.partial and rule.stored and rule.kind is not Kind.MAMBA
+    if not due or not boundary or end > computed_tokens or end > hashed_tokens:
+        return Objects(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    start = boundary // rules.scheduler_block * rules.scheduler_block
+    chunks = np.arange(start // rule.block, -(-end // rule.block), dtype=np.int64)
+    return Objects(chunks, np.minimum((chunks + 1) * rule.block, end))
+
+
+def handed_over(
+    rules: Rules, group: int, *, block: int, end_tokens: int, prefill_tokens: int
+) -> Refused | None:
+    """Return why a hand-off of a state (block id, boundary) may not be stored, or None.
+
+    ``prefill_tokens`` are all tokens that the prefill computes: the prompt, and for a resumed
+    request what it had generated too.
+    """
+    if not 0 <= group < len(rules.groups) or rules.groups[group].kind is not Kind.MAMBA:
+        return Refused(f"group {group} has no states")
+    if block <= 0:
+        return Refused(f"group {group}: the state at {end_tokens} is handed over in block {block}")
+    if end_tokens <= 0 or end_tokens % rules.hash_block:
+        return Refused(f"group {group}: no prefix hash ends at {end_tokens}")
+    if end_tokens > prefill_tokens:
+        return Refused(f"group {group}: the state at {end_tokens} is past the prefill")
+    return None

@@ -1,0 +1,205 @@
+"""The masks, the expansion and the hit search against vLLM's own managers.
+
+Each random configuration has a number, which is its seed (`Random("masks 17")`); a failure names
+it, and `run(17, 1)` repeats it.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from kvferry_sidecar.masks.expand import Blocks, expand_load
+from kvferry_sidecar.masks.kinds import Kind
+from kvferry_sidecar.masks.load import load_mask
+from kvferry_sidecar.masks.rules import GroupRule, Rules
+from kvferry_sidecar.masks.search import find_hit
+from support import mask_checks, vllm_managers
+from support.mask_cases import PAIRS, Case, random_case
+from support.mask_checks import Tally
+from support.vllm_managers import Oracle, prefix_hashes
+
+NORMAL_CASES = 2_000
+NORMAL_CPU_S_MAX = 60
+LONG_CASES = 20_000
+
+
+def run(first: int, count: int) -> tuple[Tally, collections.Counter[frozenset[str]]]:
+    """Check ``count`` configurations; return what was met and how often which features."""
+    tally = Tally()
+    seen: collections.Counter[frozenset[str]] = collections.Counter()
+    for number in range(first, first + count):
+        rng = random.Random(f"masks {number}")
+        case = random_case(rng)
+        seen[case.features] += 1
+        try:
+            check(case, rng, tally)
+        except Exception as error:
+            error.add_note(f"configuration {number}: {case.rules}")
+            raise
+    return tally, seen
+
+
+def check(case: Case, rng: random.Random, tally: Tally) -> None:
+    mask_checks.loads(case, rng)
+    mask_checks.stores(case, rng)
+    mask_checks.cacheable(case, rng)
+    mask_checks.partial_tails(case, rng)
+    if rng.random() < 0.5:
+        mask_checks.stepping(case, rng, tally)
+    for _ in range(8 if case.rules.eagle_ids else 3):
+        mask_checks.hits(case, rng, tally)
+
+
+def assert_covered(tally: Tally, seen: collections.Counter[frozenset[str]], least: int) -> None:
+    pairs = {
+        pair: sum(count for features, count in seen.items() if features.issuperset(pair))
+        for pair in PAIRS
+    }
+    inner = tally.hits_inner / tally.hits
+    rarest = sorted(pairs.items(), key=lambda item: item[1])[:5]
+    print(f"{tally}; inner hits {inner:.0%}; {len(pairs)} pairs, rarest {rarest}")
+    assert inner >= 0.3, "0 < hit < maximum in too few of the hit cases"
+    assert tally.hits_eagle > tally.hits / 10
+    assert min(tally.junctions, tally.tails_later, tally.hashed_tails) > 10
+    rare = {pair: count for pair, count in pairs.items() if count < least}
+    assert not rare, f"pairs of features in fewer than {least} configurations: {rare}"
+
+
+def test_masks_and_hits_equal_those_of_vllm() -> None:
+    started = time.process_time()
+    tally, seen = run(0, NORMAL_CASES)
+    used_s = time.process_time() - started
+    print(f"{NORMAL_CASES} configurations in {used_s:.1f} s of CPU")
+    assert_covered(tally, seen, least=5)
+    assert used_s < NORMAL_CPU_S_MAX
+
+
+@pytest.mark.long
+def test_masks_and_hits_equal_those_of_vllm_long() -> None:
+    tally, seen = run(NORMAL_CASES, LONG_CASES)
+    assert_covered(tally, seen, least=20)
+
+
+# --- what the random configurations cannot hold ------------------------------------------------
+
+
+def test_retained_tail_is_allocated_but_no_part_of_the_mask() -> None:
+    """On 0.32 several MTP modules make SWA groups hold blocks that a hit does not need."""
+    oracle = Oracle([vllm_managers.full(16), vllm_managers.swa(16, 40, extra_retained=20)])
+    table = oracle.external_tables(160)[1]
+    rule = GroupRule(Kind.SWA, 16, window=40)
+    assert np.flatnonzero(table).tolist() == [6, 7, 8, 9]
+    blocks = expand_load(rule, table, total_tokens=160)
+    assert isinstance(blocks, Blocks)
+    assert blocks.chunks.tolist() == [7, 8, 9]
+    wider = GroupRule(Kind.SWA, 16, window=40, window_extra=20)  # what 0.33 resolves to
+    assert np.flatnonzero(load_mask(wider, total_tokens=160)).tolist() == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("use_eagle", [False, True])
+def test_single_group_hits_end_on_its_own_blocks(use_eagle: bool) -> None:
+    """Also when the scheduler's block is larger: the store mask knows S, the hit does not."""
+    oracle = Oracle([vllm_managers.swa(4, 9)], use_eagle=use_eagle, scheduler_block=8)
+    rules = Rules((GroupRule(Kind.SWA, 4, window=9),), 4, 8, 8, use_eagle=use_eagle)
+    present = np.array([False, True, True, True, False, True])
+    oracle.put({0: {(i + 1) * 4 for i in np.flatnonzero(present).tolist()}})
+    hit = find_hit(rules, [present], max_tokens=24)
+    _, theirs, _ = oracle.coordinator.find_longest_cache_hit(prefix_hashes(6), 24)
+    assert hit.tokens == theirs == (12 if use_eagle else 16)
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+def cpu_ms(call: Callable[[], object], times: int) -> float:
+    """Return the CPU milliseconds of the fastest of several calls."""
+    best = float("inf")
+    for _ in range(times):
+        started = time.process_time_ns()
+        call()
+        best = min(best, time.process_time_ns() - started)
+    return best / 1e6
+
+
+def four_groups() -> tuple[Rules, list[vllm_managers.KVCacheSpec]]:
+    rules = Rules(
+        (
+            GroupRule(Kind.FULL, 16),
+            GroupRule(Kind.SWA, 16, window=1024),
+            GroupRule(Kind.SWA, 16, window=4096),
+            GroupRule(Kind.MAMBA, 16),
+        ),
+        hash_block=16,
+        scheduler_block=16,
+        alignment=16,
+    )
+    m = vllm_managers
+    return rules, [m.full(16), m.swa(16, 1024), m.swa(16, 4096), m.mamba(16)]
+
+
+def test_planning_a_million_tokens_is_fast() -> None:
+    """Masks and expansion of a load, against vLLM's masks alone."""
+    rules, specs = four_groups()
+    tokens = 1 << 20
+    oracle = Oracle(specs, num_blocks=tokens // 16 + 1000, tokens_max=2 * tokens)
+    tables = [np.array(table, dtype=np.int32) for table in oracle.external_tables(tokens)]
+    hashes, coordinator = prefix_hashes(tokens // 16), oracle.store_coordinator()
+
+    def plan() -> list[Blocks]:
+        made = [
+            expand_load(rule, table, total_tokens=tokens)
+            for rule, table in zip(rules.groups, tables, strict=True)
+        ]
+        assert all(isinstance(blocks, Blocks) for blocks in made)
+        return [blocks for blocks in made if isinstance(blocks, Blocks)]
+
+    for blocks, table in zip(plan(), tables, strict=True):
+        assert blocks.chunks.tolist() == np.flatnonzero(table).tolist()
+    ours_ms = cpu_ms(plan, 5)
+    theirs_ms = cpu_ms(lambda: coordinator.load_mask(hashes, tokens), 2)
+    print(f"planning 1 Mi tokens, 4 groups: {ours_ms:.2f} ms, vLLM's masks {theirs_ms:.1f} ms")
+    assert ours_ms <= 10
+    assert ours_ms <= theirs_ms / 20
+
+
+def test_hit_search_is_fast() -> None:
+    """128 Ki tokens, 4 groups, everything there; then presence that shrinks step by step."""
+    rules, specs = four_groups()
+    chunks = (1 << 17) // 16
+    oracle = Oracle(specs)
+    ends = range(16, chunks * 16 + 1, 16)
+    oracle.put(dict.fromkeys(range(4), ends))
+    everything = [np.ones(chunks, dtype=np.bool_)] * 4
+    hashes, limit = prefix_hashes(chunks), chunks * 16 - 1
+    hit = find_hit(rules, everything, max_tokens=limit)
+    assert hit.tokens == oracle.coordinator.find_longest_cache_hit(hashes, limit)[1] > 0
+    ours_ms = cpu_ms(lambda: find_hit(rules, everything, max_tokens=limit), 5)
+    theirs_ms = cpu_ms(lambda: oracle.coordinator.find_longest_cache_hit(hashes, limit), 3)
+    print(f"hit search 128 Ki tokens, 4 groups: {ours_ms:.2f} ms, vLLM's {theirs_ms:.1f} ms")
+    assert ours_ms <= 5
+
+    small, large = (cpu_ms(lambda n=n: contrary_hit(n), 3) for n in (1000, 4000))
+    print(f"a search that shortens block by block: {small:.1f} ms, four times as long {large:.1f}")
+    assert large < 8 * small
+
+
+def contrary_hit(chunks: int) -> None:
+    """Two windows that never agree: one has every even chunk, the other every odd one."""
+    rules = Rules(
+        (
+            GroupRule(Kind.FULL, 16),
+            GroupRule(Kind.SWA, 16, window=10, spec="even"),
+            GroupRule(Kind.SWA, 16, window=10, spec="odd"),
+        ),
+        hash_block=16,
+        scheduler_block=16,
+        alignment=16,
+    )
+    even = np.arange(chunks) % 2 == 0
+    present = [np.ones(chunks, dtype=np.bool_), even, ~even]
+    assert find_hit(rules, present, max_tokens=chunks * 16).tokens == 0
