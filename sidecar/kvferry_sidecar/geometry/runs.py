@@ -89,12 +89,18 @@ def _overlap_of_equal_strides(
 
 def _overlap_of_strides(runs: Iterable[Run], num_blocks: int) -> tuple[Run, Run] | None:
     """Find two runs of different strides whose ranges over all blocks intersect."""
-    reach: dict[int, tuple[int, Run]] = {}  # stride -> the run that ends last so far
+    # The two that end last so far, of different strides: one of them is no run of a given stride.
+    last: tuple[int, Run] | None = None
+    other: tuple[int, Run] | None = None
     for run in sorted(runs):
-        for stride, (end, other) in reach.items():
-            if stride != run.stride and end > run.offset:
-                return other, run
+        rival = other if last is not None and last[1].stride == run.stride else last
+        if rival is not None and rival[0] > run.offset:
+            return rival[1], run
         end = run.offset + (num_blocks - 1) * run.stride + run.length
-        if run.stride not in reach or end > reach[run.stride][0]:
-            reach[run.stride] = (end, run)
+        if last is None or end > last[0]:
+            if last is not None and last[1].stride != run.stride:
+                other = last
+            last = end, run
+        elif last[1].stride != run.stride and (other is None or end > other[0]):
+            other = end, run
     return None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvferry_connector.wire import attach as wire
-from kvferry_connector.wire.attach import Refused, ToPeer, Welcome
+from kvferry_connector.wire.attach import FieldRefusal, Refused, ToPeer, Welcome
 from kvferry_connector.wire.codec import WireError
 from structlog.typing import FilteringBoundLogger as Log
 
@@ -37,6 +37,8 @@ from kvferry_sidecar.sessions.registry import Claim, Registry
 
 accepts_per_turn_max = 32
 accept_pause_s = 0.2  # out of descriptors: a pause instead of a spinning loop
+refusal_fields_max = 64
+refusal_chars_max = 1024  # of each text in a refusal: all of it fits one message
 _backlog_max = 128
 _OUT_OF_FDS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -320,6 +322,7 @@ class AttachServer:
 
     def _refuse(self, connection: Connection, refused: Refused) -> None:
         """Answer and close, at the latest when the deadline of the stream comes."""
+        refused = _readable(refused)
         self.counters[refused.code] += 1
         self._log.warning(
             "attach refused",
@@ -364,3 +367,16 @@ class AttachServer:
 
     def _is_open(self, connection: Connection) -> bool:
         return self._connections.get(connection.fd) is connection
+
+
+def _readable(refused: Refused) -> Refused:
+    """Cut what a refusal quotes: it may be as long as the message that is refused."""
+
+    def cut(text: str) -> str:
+        return text if len(text) <= refusal_chars_max else f"{text[: refusal_chars_max - 3]}..."
+
+    fields = [
+        FieldRefusal(cut(field.field), cut(field.theirs), cut(field.ours), cut(field.remedy))
+        for field in refused.fields[:refusal_fields_max]
+    ]
+    return Refused(refused.code, cut(refused.message), fields)

@@ -1,0 +1,126 @@
+"""Starts that must be refused, loudly and without leaving anything; and pools that are no pools."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.client_half import client_engine
+from support.serving import Serving, servings
+
+SHM = Path("/dev/shm")
+
+
+def test_two_run_directories_naming_one_pool() -> None:
+    with servings(2, pools=1) as (one, two):
+        process = one.start_ready()
+        with client_engine(one.run_dir) as engine:
+            engine.put("mine")
+            two.start()
+            code, text = two.ended()
+            assert code not in (0, None)
+            assert f"pid {process.pid}" in text, "it names the holder"
+            assert "remedy" in text
+            assert not two.path.exists()
+            assert engine.get("mine") == 48, "the holder's pool is untouched"
+
+
+def test_a_second_sidecar_on_the_same_run_directory() -> None:
+    with servings(1) as (one,):
+        process = one.start_ready()
+        second = Serving(one.run_dir, f"{one.pool_name}-2")
+        with client_engine(one.run_dir) as engine:
+            engine.put("mine")
+            second.start()
+            code, text = second.ended()
+            assert code not in (0, None)
+            assert f"pid {process.pid}" in text
+            assert not (SHM / second.pool_name).exists(), "refused before it took memory"
+            assert engine.get("mine") == 48, "and the first one's sockets are still there"
+
+
+def test_a_killed_holder_does_not_hold() -> None:
+    with servings(2, pools=1) as (one, two):
+        one.start_ready().send_signal(signal.SIGKILL)
+        one.ended()
+        two.start_ready()
+        assert two.status()["pool"]["ready"] == 0
+
+
+@pytest.mark.parametrize("where", [0, 8, 24, 4_000])
+def test_a_damaged_pool_header_is_replaced_loudly(where: int) -> None:
+    with servings(1) as (one,):
+        one.start_ready()
+        with client_engine(one.run_dir) as engine:
+            engine.put("lost")
+        stop(one)
+        with (SHM / one.pool_name).open("r+b") as segment:
+            segment.seek(where)
+            segment.write(b"\xa5" * 96)
+        one.start_ready()
+        with client_engine(one.run_dir) as engine:
+            hit = engine.get("lost")  # compares every byte of what it calls a hit
+            engine.put("new")
+            assert engine.get("new") == 48
+        text = stop(one)
+        if where < 4_000:  # beyond the header's fields it may stay a pool
+            assert hit == 0
+            assert "pool replaced: its objects are lost" in text
+
+
+def test_a_foreign_file_under_the_pools_name_is_replaced_loudly() -> None:
+    with servings(1) as (one,):
+        (SHM / one.pool_name).write_bytes(os.urandom(12_345))
+        one.start_ready()
+        with client_engine(one.run_dir) as engine:
+            engine.put("new")
+            assert engine.get("new") == 48
+        text = stop(one)
+        assert "pool replaced: its objects are lost" in text
+        assert "12345 bytes" in text
+
+
+def test_a_directory_or_link_under_the_pools_name_is_refused(tmp_path: Path) -> None:
+    with servings(1) as (one,):
+        segment = SHM / one.pool_name
+        segment.mkdir()
+        try:
+            one.start()
+            code, text = one.ended()
+            assert code not in (0, None)
+            assert "tiers.host.name" in text
+            assert "Traceback" not in text
+        finally:
+            segment.rmdir()
+        victim = tmp_path / "victim"
+        victim.write_bytes(b"precious")
+        segment.symlink_to(victim)
+        one.start()
+        code, text = one.ended()
+        assert code not in (0, None)
+        assert "Traceback" not in text
+        assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("pool_bytes", ["64TiB", "9000000000GiB"])
+def test_a_pool_that_cannot_fit_is_refused_with_the_remedy(pool_bytes: str) -> None:
+    with servings(1, flags=("--pool-bytes", pool_bytes)) as (one,):
+        one.start()
+        code, text = one.ended()
+        assert code not in (0, None)
+        assert "remedy: " in text
+        assert "Traceback" not in text
+        assert not (SHM / one.pool_name).exists()
+        left = {path.name for path in one.run_dir.iterdir()}
+        assert left <= {"sidecar.lock"}, "no socket, nothing that looks like a sidecar"
+
+
+def stop(serving: Serving) -> str:
+    """End a sidecar in order and return what it wrote."""
+    assert serving.process is not None
+    serving.process.send_signal(signal.SIGTERM)
+    code, text = serving.ended()
+    assert code == 0, text
+    return text
