@@ -9,6 +9,7 @@ Owned by the control loop.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -155,7 +156,8 @@ class Registry:
             role=hello.role,
             rank=hello.rank,
             generation=self._generation,
-            routing_id=b"K" + self._generation.to_bytes(8, "big"),
+            # Not to be guessed: another process of this user could take a live half's id over.
+            routing_id=b"K" + self._generation.to_bytes(8, "big") + secrets.token_bytes(8),
             protocol=claim.protocol,
             life_inode=claim.life_inode,
             pid=hello.pid,

@@ -207,9 +207,7 @@ def _prefixes(core: Core, session: Session, shape: SessionShape, job: SaveJob) -
     ]
 
 
-def _reserve_all(
-    core: Core, plans: list[_GroupPlan], prefixes: list[Keys]
-) -> SaveWork | Decline:
+def _reserve_all(core: Core, plans: list[_GroupPlan], prefixes: list[Keys]) -> SaveWork | Decline:
     """Reserve for every group, or for none when a stripe is larger than the pool can hold."""
     taken: list[_GroupSave] = []
     for plan in plans:

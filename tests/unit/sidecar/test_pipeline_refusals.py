@@ -6,7 +6,15 @@ import dataclasses
 
 import msgspec
 import pytest
-from kvferry_connector.wire.hot import Error, Outcome, OutcomeAck, Probe, Submit, TableSlice
+from kvferry_connector.wire.hot import (
+    Error,
+    Outcome,
+    OutcomeAck,
+    Probe,
+    Release,
+    Submit,
+    TableSlice,
+)
 from kvferry_sidecar.limits import Limits
 from support.pipeline_bed import BLOCK, Bed, make_engine
 
@@ -120,3 +128,14 @@ def test_messages_of_the_wrong_half_and_garbage_are_answered_by_an_error():
     assert isinstance(error, Error)
     assert error.code == "frames"
     assert error.remedy
+
+
+def test_lists_of_ids_have_a_bound():
+    bed, engine = Bed(limits=Limits(admissions_max=4, outcomes_unacked_max=3)), make_engine()
+    for peer, message in (
+        (engine.scheduler, Release([1] * 5)),
+        (engine.workers[0], OutcomeAck([1] * 4)),
+    ):
+        (refusal,) = bed.say(peer, message)
+        assert isinstance(refusal, Error)
+        assert "ids in one" in refusal.message
