@@ -65,14 +65,18 @@ def run_bench(name: str, quick: bool) -> dict[str, object]:
 
 
 def copy_figures(result: dict[str, object]) -> list[Figure]:
-    """Return the copy engine's worst ratio per direction and checksum, over its runs and orders."""
+    """Return the copy engine's worst ratio over the runs, per direction, checksum and block order.
+
+    Ascending block ids are what a block pool hands out when it is young, shuffled ones what it
+    hands out in the end: both count.
+    """
     worst: dict[str, tuple[float, str, float]] = {}
     cases = result["cases"]
     assert isinstance(cases, dict)
     for case, measured in cases.items():
         if "target" in measured:
-            direction, _, crc, _ = case.split("/")
-            key = f"{direction}, {'with CRC' if crc == 'crc' else 'CRC off'}"
+            direction, _, crc, order = case.split("/")
+            key = f"{direction}, {'with CRC' if crc == 'crc' else 'CRC off'}, {order} blocks"
             one = (measured["ratio"], case, measured["target"])
             worst[key] = min(worst.get(key, one), one)
     return [
