@@ -18,20 +18,19 @@ A typical hook::
 from __future__ import annotations
 
 import os
+import time
+import weakref
 from collections.abc import Sequence
-
-import msgspec
-import zmq
 
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.half import Half, MemoryHandle
 from kvferry_connector.lifeline import Lifeline
-from kvferry_connector.link import Counters, HotSocket, Link, pack
+from kvferry_connector.link import HotSocket, Link, pack
 from kvferry_connector.wire.attach import Refused, RegisterEngine, RegisterRank
 from kvferry_connector.wire.codec import Frame
 from kvferry_connector.wire.hot import FromHalf, FromSidecar
 
-__all__ = ["Client", "Counters", "Half", "Link", "MemoryHandle"]
+__all__ = ["Client", "Half", "Link", "MemoryHandle"]
 
 join_s_max = 2.0
 
@@ -41,7 +40,8 @@ class Client:
 
     ``half`` says who we are (role, rank, ids, fence page); ``registration`` is sent after every
     Welcome. Descriptors (fence page, memories) are borrowed: they stay open, and the caller's,
-    until ``close()``. Nothing happens before ``start()``, which belongs after the last fork.
+    until ``close()``. Nothing happens before ``start()``, which belongs after the last fork; in a
+    child that is forked later the client is as before ``start()``.
     """
 
     def __init__(
@@ -51,43 +51,20 @@ class Client:
         registration: RegisterEngine | RegisterRank,
         memories: Sequence[MemoryHandle] = (),
     ) -> None:
-        self._config = config
-        self._half = half
-        self._registration = registration
-        self._memories = tuple(memories)
-        self._serial = _serial(registration)
+        self._facts = (config, half, registration, tuple(memories))
         self._silent_s_max = config.silent_ms_max / 1000
-        self.counters = Counters()
-        self._pid = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._lifeline: Lifeline | None = None
+        self.forget()
+        _clients.add(self)
+
+    def forget(self) -> None:
+        """Be as before ``start()``: a forked child drops the parent's sockets, unclosed."""
+        self._lifeline = Lifeline(*self._facts)
         self._hot: HotSocket | None = None
+        self.counts = self._lifeline.counts
 
     def start(self) -> None:
-        """Open our pidfd and start the lifeline thread; does nothing when it runs already.
-
-        In a forked child the parent's thread does not exist and its pidfd names the parent:
-        there, everything is started anew. Raises OSError when no pidfd can be opened.
-        """
-        if self._running() is not None:
-            return
-        # A forked child must not touch the parent's sockets: they are dropped, not closed.
-        self._hot = None
-        self.counters = Counters()
-        self._context = zmq.Context()
-        self._lifeline = Lifeline(
-            self._config,
-            self._half,
-            self._registration,
-            self._memories,
-            context=self._context,
-            counters=self.counters,
-        )
-        self._pid = os.getpid()
+        """Start the lifeline thread. Raises OSError when no pidfd of ours can be opened."""
         self._lifeline.start()
-
-    def _running(self) -> Lifeline | None:
-        return self._lifeline if self._pid == os.getpid() else None
 
     # --- state -------------------------------------------------------------------------------
 
@@ -98,32 +75,19 @@ class Client:
         registered. A link with another ``key`` than before starts from nothing: the sidecar of
         the old one may know nothing any more. Taking a new link closes the old socket.
         """
-        lifeline = self._running()
-        link = lifeline.published if lifeline is not None else None
-        if link is None or lifeline is None or link.serial != self._serial:
-            return None
-        if self._hot is None or self._hot.key != link.key:
-            self._adopt(lifeline)
-            if self._hot is None or self._hot.key != link.key:
-                return None  # the lifeline is already one link further; the next call has it
+        link = self._lifeline.published
+        if link is not None and link.hot is not self._hot:
+            if self._hot is not None:
+                self._hot.close()
+            self._hot = link.hot
         return link
-
-    def _adopt(self, lifeline: Lifeline) -> None:
-        try:
-            fresh = lifeline.handoff.popleft()
-        except IndexError:
-            return
-        if self._hot is not None:
-            self._hot.close()
-        self._hot = fresh
 
     def is_dead(self, epoch: int) -> bool:
         """True once the pidfd of the sidecar of ``epoch`` proved its end; hints never do.
 
-        Only epochs this half was attached to are known (the last ``dead_epochs_max``).
+        ``epoch`` is one of a link of this client: it was watched before the link was published.
         """
-        lifeline = self._running()
-        return lifeline is not None and epoch in lifeline.deaths.dead
+        return epoch not in self._lifeline.unproven
 
     def silent(self) -> bool:
         """True when the last heartbeat answer is older than ``silent_ms_max``: ask nothing.
@@ -131,20 +95,20 @@ class Client:
         A silent sidecar keeps everything it was given; only ``is_dead`` ends that. Without a
         link the answer is True.
         """
-        lifeline = self._running()
-        return lifeline is None or lifeline.ack_age_s() > self._silent_s_max
+        lifeline = self._lifeline
+        if lifeline.published is None:
+            return True
+        return time.monotonic() - lifeline.last_ack_s > self._silent_s_max
 
     @property
     def refusal(self) -> Refused | None:
         """The last refusal of an attach or a registration; None once registered again."""
-        lifeline = self._running()
-        return lifeline.refusal if lifeline is not None else None
+        return self._lifeline.refusal
 
     @property
     def state(self) -> str:
         """One of "stopped", "away", "refused", "registered", "ready"."""
-        lifeline = self._running()
-        return lifeline.state if lifeline is not None else "stopped"
+        return self._lifeline.state
 
     # --- hot channel -------------------------------------------------------------------------
 
@@ -154,12 +118,11 @@ class Client:
         True promises nothing: the sidecar may die first. Frames of a link that is no longer the
         current one are never sent.
         """
-        hot = self._usable(link)
-        if hot is None or not hot.send(pack(link, message, raw)):
-            self.counters.sends_refused += 1
-            return False
-        self.counters.sent += 1
-        return True
+        hot = self._hot
+        if hot is not None and link.hot is hot and hot.send(pack(link, message, raw)):
+            return True
+        self.counts["sends_refused"] += 1
+        return False
 
     def receive(self, link: Link, wait_us: int = 0) -> list[tuple[FromSidecar, list[bytes]]]:
         """Return the messages that came for ``link`` with their raw frames, oldest first.
@@ -167,67 +130,35 @@ class Client:
         Waits at most ``wait_us`` microseconds, and only for the first one. Frames of another
         epoch or generation, and what is no message of ours, are dropped and counted.
         """
-        hot = self._usable(link)
-        if hot is None:
-            return []
-        return hot.receive(link, wait_us, self.counters)
-
-    def _usable(self, link: Link) -> HotSocket | None:
-        """Return the socket of ``link``; never the parent's in a forked child."""
         hot = self._hot
-        own = hot is not None and hot.key == link.key and self._running() is not None
-        return hot if own else None
+        if hot is None or link.hot is not hot:
+            return []
+        return hot.receive(link, wait_us, self.counts)
 
     # --- lifeline ----------------------------------------------------------------------------
 
     def set_live(self, as_of: int, live: Sequence[int]) -> None:
         """State the admissions that hold leases after ask number ``as_of``, for heartbeats."""
-        lifeline = self._running()
-        if lifeline is not None:
-            lifeline.live = (as_of, list(live))
+        self._lifeline.live = (as_of, list(live))
 
     def rotate(self, version: bytes) -> None:
         """Make ``version`` (16 bytes) the namespace version, now and at every later attach."""
-        if isinstance(self._registration, RegisterRank):
-            raise TypeError("only the scheduler half holds a namespace version")
-        self._registration = _with_version(self._registration, version)
-        lifeline = self._running()
-        if lifeline is not None:
-            lifeline.rotate(self._registration)
-
-    def update_registration(
-        self, registration: RegisterRank, memories: Sequence[MemoryHandle]
-    ) -> None:
-        """Attach again with re-mapped KV memory (a higher serial); older jobs become stale.
-
-        ``link()`` is None until the sidecar has taken it. The new descriptors are borrowed.
-        """
-        self._registration = registration
-        self._memories = tuple(memories)
-        self._serial = registration.serial
-        lifeline = self._running()
-        if lifeline is not None:
-            lifeline.replace(registration, self._memories)
+        self._lifeline.rotate(version)
 
     def close(self) -> None:
         """Say Bye, stop the thread (waits at most ``join_s_max`` seconds), drop the sockets."""
-        lifeline = self._running()
-        if lifeline is None:
-            return
-        self._lifeline = None
         if self._hot is not None:
             self._hot.close()
             self._hot = None
-        if lifeline.stop(join_s_max) and self._context is not None:
-            self._context.term()
-        self._context = None
+        self._lifeline.stop(join_s_max)
 
 
-def _serial(registration: RegisterEngine | RegisterRank) -> int:
-    return registration.serial if isinstance(registration, RegisterRank) else 0
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
-def _with_version(registration: RegisterEngine, version: bytes) -> RegisterEngine:
-    if len(version) != 16:
-        raise ValueError(f"a namespace version has 16 bytes, not {len(version)}")
-    return msgspec.structs.replace(registration, version=version)
+def _forget_all() -> None:
+    for client in _clients:
+        client.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

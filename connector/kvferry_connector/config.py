@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -27,15 +28,15 @@ class FerryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     run_dir: str = ""
-    lookup_wait_us_max: int = 300
-    probe_ms_max: int = 100
-    hint_fresh_ms: int = 50
-    pinned_blocks_max: int = 0
-    awake_ms_max: int = 60_000
-    job_ask_ms: int = 2_000
-    silent_ms_max: int = 3_000
-    attach_ms_max: int = 5_000
-    heartbeat_ms: int = 0
+    lookup_wait_us_max: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 300
+    probe_ms_max: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 100
+    hint_fresh_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 50
+    pinned_blocks_max: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
+    awake_ms_max: Annotated[int, msgspec.Meta(ge=0, le=3_600_000)] = 60_000
+    job_ask_ms: Annotated[int, msgspec.Meta(ge=10, le=600_000)] = 2_000
+    silent_ms_max: Annotated[int, msgspec.Meta(ge=100, le=600_000)] = 3_000
+    attach_ms_max: Annotated[int, msgspec.Meta(ge=100, le=600_000)] = 5_000
+    heartbeat_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 0
     loads: bool = True
     saves: bool = True
     model_identity: str = ""
@@ -55,64 +56,32 @@ class FerryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return self.pinned_blocks_max or max(1, num_blocks // 4)
 
 
-_RANGES: dict[str, tuple[int, int]] = {
-    "lookup_wait_us_max": (0, 10_000),
-    "probe_ms_max": (0, 60_000),
-    "hint_fresh_ms": (0, 60_000),
-    "pinned_blocks_max": (0, 1 << 31),
-    "awake_ms_max": (0, 3_600_000),
-    "job_ask_ms": (10, 600_000),
-    "silent_ms_max": (100, 600_000),
-    "attach_ms_max": (100, 600_000),
-    "heartbeat_ms": (0, 60_000),
-}
-
-
 def read_config(extra: Mapping[str, object]) -> FerryConfig:
     """Check ``kv_connector_extra_config`` and return the settings.
 
     Raises ConfigError naming the key, its value, what is expected, and for an unknown key the
     nearest known one.
     """
-    fields = {field.name: field for field in msgspec.structs.fields(FerryConfig)}
+    known = FerryConfig.__struct_fields__
     for key, value in extra.items():
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(fields)}"
-            raise ConfigError(f"kv_connector_extra_config has no setting {key!r}{hint}")
-        expected = type(fields[key].default)
-        if type(value) is not expected:  # bool is an int to isinstance, and here a mistake
-            raise ConfigError(
-                f"kv_connector_extra_config[{key!r}] is {value!r} ({type(value).__name__}); "
-                f"expected {_TYPE_NAMES[expected]}"
-            )
-        _check_range(key, value)
+        where = f"kv_connector_extra_config[{key!r}]"
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+            raise ConfigError(f"{where}: there is no such setting{hint}")
+        try:
+            msgspec.convert({key: value}, FerryConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where} is {value!r}: {error}") from error
     config = msgspec.convert(dict(extra), FerryConfig)
-    _check_run_dir(config)
-    return config
-
-
-_TYPE_NAMES: dict[type, str] = {str: "a string", int: "an integer", bool: "true or false"}
-
-
-def _check_range(key: str, value: object) -> None:
-    if key not in _RANGES or not isinstance(value, int):
-        return
-    low, high = _RANGES[key]
-    if not low <= value <= high:
-        raise ConfigError(
-            f"kv_connector_extra_config[{key!r}] is {value}; expected {low} to {high}"
-        )
-
-
-def _check_run_dir(config: FerryConfig) -> None:
     if config.run_dir and not Path(config.run_dir).is_absolute():
         raise ConfigError(
-            f"kv_connector_extra_config['run_dir'] is {config.run_dir!r}; expected an absolute "
+            f"kv_connector_extra_config['run_dir'] is {config.run_dir!r}: expected an absolute "
             "path, the one `kvferry serve` uses"
         )
-    if len(os.fsencode(str(config.run_path()))) > run_dir_bytes_max:
+    if len(os.fsencode(config.run_path())) > run_dir_bytes_max:
         raise ConfigError(
             f"run_dir {config.run_dir!r} is longer than {run_dir_bytes_max} bytes, and socket "
             "paths in it would not fit; choose a shorter one, e.g. /run/kvferry"
         )
+    return config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from kvferry_connector.config import FerryConfig
 from kvferry_connector.identity import backends_fact, identity_facts
 from kvferry_connector.placements import DescribeError, describe_placements, page_data_bytes
 from kvferry_connector.wire.attach import Group, RegisterEngine, RegisterRank, Shard
+from kvferry_connector.wire.names import NO_VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvferry_connector.export import KvMemory
 
-__all__ = ["DescribeError", "describe_engine", "describe_rank", "worker_rank", "worker_shard"]
+__all__ = ["DescribeError", "describe_engine", "describe_rank", "worker_shard"]
 
 # By exact class: a subclass may keep its blocks by other rules than its base.
 _KINDS: dict[str, str] = {
@@ -49,19 +50,17 @@ _NOT_CONTENT = frozenset({"block_stride_alignment", "page_size_padded", "kv_cach
 
 
 def describe_engine(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    *,
-    life: bytes,
-    version: bytes,
-    ranks: Sequence[int],
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, life: bytes
 ) -> RegisterEngine:
-    """Return the scheduler half's registration: block sizes S and H, hit alignment A, policy."""
+    """Return the scheduler half's registration: block sizes S and H, hit alignment A, policy.
+
+    ``ranks`` are not known yet.
+    """
     scheduler_tokens, hash_tokens = block_sizes(vllm_config, kv_cache_config)
     return RegisterEngine(
         life=life,
-        version=version,
-        ranks=list(ranks),
+        version=NO_VERSION,
+        ranks=[],
         hash_block_tokens=hash_tokens,
         scheduler_block_tokens=scheduler_tokens,
         alignment_tokens=kv_cache_config.cache_hit_alignment_tokens or scheduler_tokens,
@@ -78,25 +77,13 @@ def block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tupl
 # --- worker half -----------------------------------------------------------------------------
 
 
-def worker_rank(vllm_config: VllmConfig) -> int:
-    """Return the global rank of this worker within its engine (0 .. TP*PP-1)."""
-    return int(vllm_config.parallel_config.rank)
-
-
 def worker_shard(vllm_config: VllmConfig) -> Shard:
     """Return which part of the model's KV this rank holds (ranks run over TP first, then PP)."""
     parallel = vllm_config.parallel_config
-    tp_size = int(parallel.tensor_parallel_size)
-    dcp_size = int(parallel.decode_context_parallel_size)
-    pp_rank, tp_rank = divmod(worker_rank(vllm_config), tp_size)
-    return Shard(
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        pp_rank=pp_rank,
-        pp_size=int(parallel.pipeline_parallel_size),
-        dcp_rank=tp_rank % dcp_size,
-        dcp_size=dcp_size,
-    )
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    dcp_size = parallel.decode_context_parallel_size
+    pp_rank, tp_rank = divmod(parallel.rank, tp_size)
+    return Shard(tp_rank, tp_size, pp_rank, pp_size, tp_rank % dcp_size, dcp_size)
 
 
 def describe_rank(
@@ -105,8 +92,6 @@ def describe_rank(
     kv_caches: Mapping[str, torch.Tensor],
     memory: KvMemory,
     config: FerryConfig,
-    *,
-    serial: int,
 ) -> RegisterRank:
     """Return a worker half's registration from what ``register_kv_caches`` was given.
 
@@ -115,20 +100,19 @@ def describe_rank(
     """
     hash_tokens = block_sizes(vllm_config, kv_cache_config)[1]
     backends = layer_backends(vllm_config, kv_cache_config)
-    layout = str(kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout)
     return RegisterRank(
-        serial=serial,
+        serial=1,  # a re-mapping of the memory would be the next one
         shard=worker_shard(vllm_config),
         identity=identity_facts(
             vllm_config,
             config,
-            engine_version=vllm_compat.engine_version(),
+            engine_version=vllm_compat.ENGINE_VERSION,
             hash_probe=vllm_compat.hash_probe(vllm_config.cache_config.prefix_caching_hash_algo),
             hash_block_tokens=hash_tokens,
             backends=backends,
         ),
         num_blocks=int(kv_cache_config.num_blocks),
-        layout=layout,
+        layout=str(kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout),
         groups=describe_groups(vllm_config, kv_cache_config, kv_caches, backends),
         placements=describe_placements(kv_cache_config, kv_caches, memory),
         hash_block_tokens=hash_tokens,
@@ -169,7 +153,10 @@ def describe_groups(
         layers = sorted(group.layer_names)
         facts = spec_facts(spec)
         facts["backends"] = backends_fact({name: backends.get(name, "none") for name in layers})
-        facts["kernel_blocks"] = _kernel_blocks(layers, kv_caches, kv_cache_config.num_blocks)
+        # With heads outermost, each kernel block orders its own tokens.
+        rows = {kv_caches[name].shape[0] for name in layers if name in kv_caches}
+        ratios = sorted(count // kv_cache_config.num_blocks for count in rows)
+        facts["kernel_blocks"] = ",".join(map(str, ratios))
         groups.append(
             Group(
                 group=number,
@@ -212,11 +199,3 @@ def spec_facts(spec: KVCacheSpec) -> dict[str, str]:
             facts[field.name] = str(getattr(spec, field.name))
     facts["page_data_bytes"] = str(page_data_bytes(spec))
     return facts
-
-
-def _kernel_blocks(
-    layers: Sequence[str], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
-) -> str:
-    """Kernel blocks per block: with heads outermost, each orders its own tokens."""
-    ratios = {kv_caches[name].shape[0] // num_blocks for name in layers if name in kv_caches}
-    return ",".join(str(ratio) for ratio in sorted(ratios))

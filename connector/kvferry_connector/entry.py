@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -23,9 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry_connector import vllm_compat
-from kvferry_connector.client import Client
 from kvferry_connector.config import read_config
-from kvferry_connector.lookup import MakeClient
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.scheduler_half import SchedulerHalf
 from kvferry_connector.stats import FerryStats
@@ -74,8 +72,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     Raises ConfigError or UnsupportedEngineError at construction for what cannot be served.
     """
 
-    _make_client: ClassVar[MakeClient] = Client
-
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -84,9 +80,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._errors: set[tuple[str, type[Exception]]] = set()
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(
-                vllm_config, kv_cache_config, config, type(self)._make_client
-            )
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
             self._stats = self._scheduler.stats
         else:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, config)
@@ -103,11 +97,6 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     @property
     def requires_kv_delivery(self) -> bool:
         """A lost save is a later miss."""
-        return False
-
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A store has no state at an arbitrary end."""
         return False
 
     @classmethod
@@ -146,35 +135,46 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def restore_kv_caches(self) -> None:
         """Do nothing: see unregister_kv_caches."""
 
-    # --- worker: one step --------------------------------------------------------------------
+    # --- worker: one step; each step calls all of these, so their guards are written out ------
 
-    @_guarded(lambda self, metadata: self._worker.abandon(metadata.loads, is_load=True))
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step begins: submit its loads."""
         self._connector_metadata = connector_metadata
-        self._worker.bind(connector_metadata)
+        try:
+            self._worker.bind(connector_metadata)
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            self._caught("bind_connector_metadata", error)
+            self._worker.abandon(is_load=True)
 
-    @_guarded(lambda self: self._worker.abandon(self._connector_metadata.saves, is_load=False))
     def wait_for_save(self) -> None:
         """The step's KV is written: submit its saves. Waits for nothing."""
-        self._worker.end_forward()
+        try:
+            self._worker.end_forward()
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            self._caught("wait_for_save", error)
+            self._worker.abandon(is_load=False)
 
     def clear_connector_metadata(self) -> None:
         """The step ends."""
         self._connector_metadata = None
-        self._worker.unbind()
 
-    @_guarded(lambda _self, _finished: KVConnectorTransferResults())
+    def has_connector_metadata(self) -> bool:
+        """Tell attention layers that there is nothing for their own hooks to do."""
+        return False
+
     def get_transfer_results(
         self,
         finished_req_ids: set[str],  # noqa: ARG002 - only sends are tied to finished requests
     ) -> KVConnectorTransferResults:
         """Return the loads that ended on this rank."""
-        return self._worker.results()
+        try:
+            return self._worker.results()
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            self._caught("get_transfer_results", error)
+            return KVConnectorTransferResults()
 
-    @_guarded(_nothing)
     def build_connector_worker_meta(self) -> FerryWorkerMetadata | None:
-        """Return this rank's reports for the scheduler half."""
+        """Return this rank's reports for the scheduler half. Cannot raise."""
         return self._worker.worker_metadata()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -198,25 +198,26 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Take the block pool, and see each attempt to reset the cache."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind(kv_cache_manager, self._before_reset)
+        self._scheduler.bind(kv_cache_manager, self.reset_cache)
+
+    def attachment(self) -> tuple[str, int]:
+        """Return (state, epoch of the sidecar): "ready" when hits are possible, epoch 0 for none.
+
+        Not a hook of vLLM: for who must know whether a miss means "not attached yet".
+        """
+        return self._scheduler.attachment()
 
     @_guarded(_nothing)
-    def _before_reset(self) -> None:
-        self._scheduler.rotate()
-
     def set_xfer_handshake_metadata(self, metadata: dict[int, FerryHandshake]) -> None:
         """Learn where the ranks live."""
-        self._attach(metadata.values())
+        self._scheduler.attach(metadata.values())
 
+    @_guarded(_nothing)
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], FerryHandshake]
     ) -> None:
         """Learn where the ranks live, by (pp rank, tp rank)."""
-        self._attach(metadata.values())
-
-    @_guarded(_nothing)
-    def _attach(self, handshakes: Iterable[FerryHandshake]) -> None:
-        self._scheduler.attach(handshakes)
+        self._scheduler.attach(metadata.values())
 
     @_guarded(lambda _self: False)
     def reset_cache(self) -> bool:
@@ -278,21 +279,29 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     # --- scheduler: one step -----------------------------------------------------------------
 
-    @_guarded(lambda self, _output: self._scheduler.abandon_step())
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> FerryMetadata:
         """Return this step's jobs."""
-        return self._scheduler.build(scheduler_output)
+        try:
+            return self._scheduler.build(scheduler_output)
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            self._caught("build_connector_meta", error)
+            return self._scheduler.abandon_step()
 
-    @_guarded(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the ranks' reports."""
-        self._scheduler.reported(connector_output)
+        """Take the ranks' reports, and which loads have ended on all of them."""
+        try:
+            if connector_output.kv_connector_worker_meta is not None:
+                self._scheduler.reported(connector_output.kv_connector_worker_meta)
+            if connector_output.finished_recving:
+                self._scheduler.loaded(connector_output)
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            self._caught("update_connector_output", error)
 
     # --- both --------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Return the counts since the last call."""
-        return self._stats.take()
+        return self._stats.take() if self._stats.data else None
 
     @_guarded(_nothing)
     def shutdown(self) -> None:

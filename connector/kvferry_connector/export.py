@@ -29,6 +29,7 @@ from kvferry_connector.wire.names import (
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_BOUND, _DONE = BOUND_STEP_OFFSET // 8, DONE_STEP_OFFSET // 8
 served_bytes_min = 1 << 20  # below: scratch tensors, which nobody transfers
 _buffers_max = attach_fds_max - 2  # Hello also carries a pidfd and the fence page
 
@@ -91,12 +92,7 @@ class KvMemory:
                 "can register"
             )
         total_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = _memfd("kvferry-kv", total_bytes)
-        try:
-            mapping = mmap.mmap(fd, total_bytes)
-        except OSError as error:
-            os.close(fd)
-            raise ExportError(_memory_text("map", total_bytes, error)) from error
+        fd, mapping = _shared_memory("kvferry-kv", total_bytes)
         tensor = torch.frombuffer(mapping, dtype=torch.int8, count=num_bytes)
         buffer = Buffer(len(self._buffers), fd, tensor.data_ptr(), total_bytes)
         self._buffers.append(buffer)
@@ -144,11 +140,13 @@ def _served_shape(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[in
     return shape if shape and prod(shape) >= served_bytes_min else None
 
 
-def _memfd(name: str, total_bytes: int) -> int:
-    """Return a memfd of a fixed size whose pages are all there. Raises ExportError.
+def _shared_memory(name: str, total_bytes: int) -> tuple[int, mmap.mmap]:
+    """Return a memfd of a fixed size whose pages are all there, and its mapping.
 
     Pages are taken now: a page that is missing at first touch would be a SIGBUS while serving.
+    Raises ExportError.
     """
+    fd = -1
     try:
         available = _available_bytes()
         if total_bytes > available:  # asking anyway would wake the OOM killer, on anyone
@@ -157,16 +155,18 @@ def _memfd(name: str, total_bytes: int) -> int:
                 "lower kv_cache_memory_bytes, or raise the memory limit of the container"
             )
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise ExportError(_memory_text("create", total_bytes, error)) from error
-    try:
         os.ftruncate(fd, total_bytes)
         os.posix_fallocate(fd, 0, total_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return fd, mmap.mmap(fd, total_bytes)
     except OSError as error:
-        os.close(fd)
-        raise ExportError(_memory_text("size", total_bytes, error)) from error
-    return fd
+        if fd >= 0:
+            os.close(fd)
+        raise ExportError(
+            f"cannot share {total_bytes} bytes of memory ({error.strerror}); lower "
+            "kv_cache_memory_bytes, raise the memory limit of the container, or `ulimit -n` if "
+            "descriptors ran out"
+        ) from error
 
 
 def _available_bytes() -> int:
@@ -180,16 +180,8 @@ def _available_bytes() -> int:
     return min(node, int(limit)) if limit.isdecimal() else node
 
 
-def _memory_text(what: str, total_bytes: int, error: OSError) -> str:
-    return (
-        f"cannot {what} {total_bytes} bytes of shared memory ({error.strerror}); lower "
-        "kv_cache_memory_bytes, raise the memory limit of the container, or `ulimit -n` if "
-        "descriptors ran out"
-    )
-
-
 class FencePage:
-    """The two words of one rank that tell the sidecar how far the engine is.
+    """The two words (u64) of one rank that tell the sidecar how far the engine is.
 
     ``bound(step)``: the blocks of the step are zeroed and copied, loads into them may start.
     ``done(step)``: the forward of the step has written its KV, saves may read. Steps only grow.
@@ -197,17 +189,16 @@ class FencePage:
     """
 
     def __init__(self) -> None:
-        self.fd = _memfd("kvferry-fence", FENCE_PAGE_BYTES)
-        self._mapping = mmap.mmap(self.fd, FENCE_PAGE_BYTES)
+        self.fd, self._mapping = _shared_memory("kvferry-fence", FENCE_PAGE_BYTES)
         self._words = memoryview(self._mapping).cast("Q")
 
     def bound(self, step: int) -> None:
-        """Write ``bound_step`` (u64)."""
-        self._words[BOUND_STEP_OFFSET // 8] = step
+        """Write ``bound_step``."""
+        self._words[_BOUND] = step
 
     def done(self, step: int) -> None:
-        """Write ``done_step`` (u64)."""
-        self._words[DONE_STEP_OFFSET // 8] = step
+        """Write ``done_step``."""
+        self._words[_DONE] = step
 
     def close(self) -> None:
         """Unmap and close (after the client, which borrows ``fd``)."""

@@ -28,7 +28,6 @@ class Half:
     instance_id: str
     rank: int = -1
     fence_fd: int | None = None
-    software: str = ""
 
 
 def introduce(
@@ -38,10 +37,8 @@ def introduce(
 
     Raises WireError when there are more buffers than the protocol carries.
     """
-    fds = [pidfd]
-    if half.fence_fd is not None:
-        fds.append(half.fence_fd)
-    fds += [handle.fd for handle in memories]
+    fence = [half.fence_fd] if half.fence_fd is not None else []
+    fds = [pidfd, *fence, *(handle.fd for handle in memories)]
     if len(fds) > attach.attach_fds_max:
         raise WireError(
             f"{len(memories)} KV buffers; the protocol carries at most {attach.attach_fds_max - 2}"
@@ -54,9 +51,8 @@ def introduce(
         instance_id=half.instance_id,
         rank=half.rank,
         pid=os.getpid(),
-        fence=half.fence_fd is not None,
+        fence=bool(fence),
         memories=[handle.memory for handle in memories],
-        software=half.software,
     )
     return hello, fds
 

@@ -38,7 +38,8 @@ def identity_facts(
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    facts = {
+    lora = vllm_config.lora_config
+    return {
         "format": FORMAT_VERSION,
         "vllm_version": engine_version,
         "device": str(vllm_config.device_config.device_type),
@@ -57,11 +58,11 @@ def identity_facts(
         "dcp_size": str(parallel.decode_context_parallel_size),
         "pcp_size": str(parallel.prefill_context_parallel_size),
         "cp_interleave": str(parallel.cp_kv_cache_interleave_size),
-        "mm_processor": _mm_fact(model),
-        "lora": _lora_fact(vllm_config.lora_config),
+        "mm_processor": _mm_fact(model.multimodal_config),
+        # Adapters are in the prefix hash by name and path; here is how they are computed.
+        "lora": f"dtype={lora.lora_dtype}" if lora is not None else "off",
+        **_drafter_facts(vllm_config, config),
     }
-    facts.update(_drafter_facts(vllm_config, config))
-    return facts
 
 
 def model_facts(prefix: str, model: Any, load_config: Any, config: FerryConfig) -> dict[str, str]:
@@ -126,16 +127,9 @@ def backends_fact(backends: Mapping[str, str]) -> str:
     return f"{','.join(names)}:{hashlib.sha256(lines.encode()).hexdigest()}"
 
 
-def _mm_fact(model: Any) -> str:
-    multimodal = model.multimodal_config
-    if multimodal is None:
-        return ""
-    return json.dumps(_plain(multimodal.mm_processor_kwargs or {}), sort_keys=True)
-
-
-def _lora_fact(lora: Any) -> str:
-    """LoRA adapters are in the prefix hash by name and path; here is how they are computed."""
-    return "off" if lora is None else f"dtype={lora.lora_dtype}"
+def _mm_fact(multimodal: Any) -> str:
+    options = _plain(multimodal.mm_processor_kwargs or {}) if multimodal is not None else None
+    return json.dumps(options, sort_keys=True) if options is not None else ""
 
 
 def _drafter_facts(vllm_config: VllmConfig, config: FerryConfig) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """The lifeline thread: attach, register, beat, watch for death, attach again.
 
 It owns the attach stream and the pidfds. What the hook thread may read are attributes that are
-swapped whole (``published``, ``refusal``, ``state``, ``deaths.dead``); what the hook thread wants
-are attributes it swaps (``live``, the plan) and an eventfd to say so.
+swapped whole (``published``, ``refusal``, ``state``) or looked up in (``unproven``); what the hook
+thread wants are attributes it swaps (``live``, the registration) and an eventfd to say so.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import random
 import select
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
+import msgspec
 import zmq
 
 from kvferry_connector.config import FerryConfig
-from kvferry_connector.deaths import Deaths
 from kvferry_connector.half import Half, MemoryHandle, introduce, refusal_text
-from kvferry_connector.link import Counters, HotSocket, Link
+from kvferry_connector.link import HotSocket, Link
 from kvferry_connector.stream import AttachStream
 from kvferry_connector.wire import attach
 from kvferry_connector.wire.attach import RegisterEngine, RegisterRank
@@ -36,13 +35,8 @@ logger = logging.getLogger("kvferry.connector")
 backoff_s_min = 0.05
 backoff_s_max = 1.0
 hot_connect_ms_max = 1000
+unproven_epochs_max = 8
 M = TypeVar("M", attach.Welcome, attach.Registered)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    registration: RegisterEngine | RegisterRank
-    memories: tuple[MemoryHandle, ...]
 
 
 class _DetachedError(Exception):
@@ -53,168 +47,157 @@ class _RefusedError(Exception):
     """The sidecar refused the attach or the registration."""
 
     def __init__(self, refused: attach.Refused) -> None:
-        super().__init__(refused.message)
+        super().__init__(refusal_text(refused))
         self.refused = refused
 
 
 class Lifeline:
-    """The daemon thread of one half in one process. Client is its only user."""
+    """The daemon thread of one half in one process. Client is its only user.
+
+    ``unproven`` holds the pidfd of every sidecar met whose end is not proven, by epoch. A pidfd
+    becomes readable when the last thread of the process has exited; a closed stream, a lock or a
+    missed heartbeat say nothing of the sort, so an epoch stays in it after its stream ended.
+    """
 
     def __init__(
         self,
         config: FerryConfig,
         half: Half,
         registration: RegisterEngine | RegisterRank,
-        memories: Sequence[MemoryHandle],
-        *,
-        context: zmq.Context[zmq.Socket[bytes]],
-        counters: Counters,
+        memories: tuple[MemoryHandle, ...],
     ) -> None:
-        self._config = config
-        self._half = half
-        self._plan = _Plan(registration, tuple(memories))
-        self._context = context
-        self._counters = counters
+        self._config, self._half, self._memories = config, half, memories
+        self._registration = registration
         self.published: Link | None = None
-        self.handoff: deque[HotSocket] = deque()
         self.refusal: attach.Refused | None = None
-        self.state = "away"
+        self.state = "stopped"
+        self.unproven: dict[int, int] = {}
         self.live: tuple[int, list[int]] = (0, [])
-        self.deaths = Deaths()
-        self._last_ack_s = 0.0
+        self.last_ack_s = 0.0
+        self.counts: Counter[str] = Counter()
         self._said = ""
-        self._handed: tuple[tuple[int, int], str] | None = None
-        self._commands: deque[str] = deque()
         self._stopping = False
+        self._thread: threading.Thread | None = None
         self._stream: AttachStream | None = None
-        self._registration_sent = False
-        self._epoch: int | None = None
-        self._beat_s = 1.0
         self._inbox: deque[attach.ToPeer] = deque()
+        self._epoch = 0  # attached to; 0 for none
+        self._registered: RegisterEngine | RegisterRank | None = None  # what went out, if it did
+        self._hot: tuple[HotSocket, tuple[int, int, str]] | None = None
         self._beats = 0
-        self._pidfd = os.pidfd_open(os.getpid())
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="kvferry-lifeline", daemon=True)
+        self._beat_s = backoff_s_max
 
     # --- called by the hook thread -----------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, once. Raises OSError when no pidfd can be opened."""
+        if self._thread is not None:
+            return
+        self._pidfd = os.pidfd_open(os.getpid())
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._thread = threading.Thread(target=self._run, name="kvferry-lifeline", daemon=True)
         self._thread.start()
 
-    def ack_age_s(self) -> float:
-        """Seconds since the sidecar last answered a heartbeat; infinite while not attached."""
-        return float("inf") if self.published is None else time.monotonic() - self._last_ack_s
+    def rotate(self, version: bytes) -> None:
+        """Send the version, now if attached, and at every later attach."""
+        self._registration = msgspec.structs.replace(self._registration, version=version)
+        if self._thread is not None and not self._stopping:
+            os.eventfd_write(self._wake, 1)
 
-    def rotate(self, registration: RegisterEngine) -> None:
-        """Send the registration's version, now if attached, and at every later attach."""
-        self._plan = _Plan(registration, self._plan.memories)
-        self._tell("rotate")
-
-    def replace(self, registration: RegisterRank, memories: tuple[MemoryHandle, ...]) -> None:
-        """Attach again with other memory."""
-        self._plan = _Plan(registration, memories)
-        self._tell("replace")
-
-    def stop(self, wait_s: float) -> bool:
-        """Say Bye and end the thread; True when it ended within ``wait_s`` seconds."""
-        self._tell("stop")
-        self._thread.join(wait_s)
-        if self._thread.is_alive():
-            return False
-        os.close(self._wake)
-        os.close(self._pidfd)
-        return True
-
-    def _tell(self, command: str) -> None:
-        self._commands.append(command)
+    def stop(self, wait_s: float) -> None:
+        """Say Bye and end the thread; what it owns is closed if it ends within ``wait_s``."""
+        thread = self._thread
+        if thread is None or self._stopping:
+            return
+        self._stopping = True
         os.eventfd_write(self._wake, 1)
+        thread.join(wait_s)
+        if not thread.is_alive():
+            for fd in (self._wake, self._pidfd, *self.unproven.values()):
+                os.close(fd)
+            if self._hot is not None:
+                self._hot[0].close()
+            self._context.term()
 
     # --- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
         backoff_s = backoff_s_min
         while not self._stopping:
-            registered = False
+            attached = False
             try:
                 self._attach()
-                registered = True
+                attached, backoff_s = True, backoff_s_min
                 self._keep()
             except _RefusedError as error:
-                self._detach("refused", refusal_text(error.refused))
-                self._counters.refusals += 1
-                self.refusal = error.refused
-                backoff_s = backoff_s_max
+                self._detach("refused", str(error))
+                self.counts["refusals"] += 1
+                self.refusal, backoff_s = error.refused, backoff_s_max
             except (_DetachedError, OSError, WireError, zmq.ZMQError) as error:
-                self._detach("stopped" if self._stopping else "away", str(error))
-            except Exception:  # a bug must not end the lifeline; the log has it
+                self._detach("away", str(error))
+            except Exception:  # the thread must not end: nobody else would learn of deaths
                 logger.exception("lifeline of %s failed and starts again", self._half.role)
                 self._detach("away", "an internal error, see above")
-            if registered:
-                backoff_s = backoff_s_min
-            else:
-                self._counters.attach_failures += 1
+            self.counts["attach_failures"] += not attached
             self._rest(backoff_s)
             backoff_s = min(2 * backoff_s, backoff_s_max)
         self._detach("stopped", "closed")
-        self._drop_unadopted()
-        self.deaths.close()
 
     def _rest(self, backoff_s: float) -> None:
-        jitter = random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, protects nothing
-        try:
-            end = time.monotonic() + backoff_s * jitter
-            while time.monotonic() < end and not self._stopping:
+        """Wait, and notice deaths meanwhile."""
+        end = time.monotonic() + backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        while time.monotonic() < end and not self._stopping:
+            try:
                 self._pump(end)
-        except _DetachedError:
-            return  # asked to attach with something else, or to stop: no reason to rest
+            except Exception:  # as above
+                logger.exception("lifeline of %s failed while it waits", self._half.role)
+                time.sleep(backoff_s)
 
     def _attach(self) -> None:
         """Connect, introduce ourselves, register, and publish the link."""
         deadline = time.monotonic() + self._config.attach_ms_max / 1000
-        plan = self._plan
         self._stream = stream = AttachStream(attach_path(self._config.run_path()))
-        hello, fds = introduce(self._half, plan.memories, self._pidfd)
+        hello, fds = introduce(self._half, self._memories, self._pidfd)
         stream.send(hello, fds)
         welcome = self._expect(attach.Welcome, deadline)
         if not PROTOCOL_MIN <= welcome.protocol <= PROTOCOL_MAX:
             raise WireError(f"the sidecar chose protocol {welcome.protocol}, which we do not speak")
-        if not self.deaths.watch(welcome.epoch, stream.take_fd()):
-            raise _DetachedError(
-                "more sidecars than can be watched have not ended; end the old ones"
-            )
+        self._watch(welcome.epoch, stream.take_pidfd())
         self._epoch = welcome.epoch
-        self._registration_sent = True
-        # An engine's version may have rotated meanwhile; a rank's memory belongs to its Hello.
-        newest = self._plan.registration
-        stream.send(newest if isinstance(newest, RegisterEngine) else plan.registration)
+        self._registered = self._registration
+        stream.send(self._registered)
         registered = self._expect(attach.Registered, deadline)
-        self._publish(welcome, registered, plan)
-
-    def _publish(self, welcome: attach.Welcome, registered: attach.Registered, plan: _Plan) -> None:
-        key = (welcome.epoch, welcome.generation)
-        if self._handed != (key, welcome.endpoint):
-            hot = HotSocket(self._context, welcome.endpoint, welcome.identity, key)
-            if not hot.connected_within(hot_connect_ms_max):
-                hot.close()
-                raise _DetachedError(f"the sidecar does not answer at {welcome.endpoint}")
-            self._drop_unadopted()
-            self.handoff.append(hot)
-            self._handed = (key, welcome.endpoint)
-        registration = plan.registration
-        self._last_ack_s = time.monotonic()
+        hot = self._connect(welcome)
+        self.last_ack_s = time.monotonic()
         self._beat_s = (self._config.heartbeat_ms or max(1, welcome.heartbeat_ms)) / 1000
-        self._counters.attaches += 1
+        self.counts["attaches"] += 1
         self.refusal = None
         self._show("registered", f"epoch {welcome.epoch:x} generation {welcome.generation}")
-        self.published = Link(
-            epoch=welcome.epoch,
-            generation=welcome.generation,
-            protocol=welcome.protocol,
-            namespace=registered.namespace,
-            save_rules=tuple(registered.save_rules),
-            serial=registration.serial if isinstance(registration, RegisterRank) else 0,
-        )
+        rules = tuple(registered.save_rules)
+        self.published = Link(welcome.epoch, welcome.generation, welcome.protocol, rules, hot=hot)
+
+    def _watch(self, epoch: int, pidfd: int) -> None:
+        """Take over the pidfd of the sidecar of ``epoch``."""
+        if epoch in self.unproven:
+            os.close(pidfd)
+        elif len(self.unproven) < unproven_epochs_max:
+            self.unproven[epoch] = pidfd
+        else:
+            os.close(pidfd)
+            raise _DetachedError(
+                f"{len(self.unproven)} sidecars before this one have not ended; end the old ones"
+            )
+
+    def _connect(self, welcome: attach.Welcome) -> HotSocket:
+        """Return the hot socket: the one we have when only the stream is another."""
+        key = (welcome.epoch, welcome.generation, welcome.endpoint)
+        if self._hot is not None and self._hot[1] == key:
+            return self._hot[0]
+        hot = HotSocket(self._context, welcome.endpoint, welcome.identity)
+        if not hot.connected_within(hot_connect_ms_max):
+            raise _DetachedError(f"the sidecar does not answer at {welcome.endpoint}")
+        self._hot = (hot, key)
+        return hot
 
     def _keep(self) -> NoReturn:
         """Beat and listen until the attachment ends, which is an exception."""
@@ -231,7 +214,7 @@ class Lifeline:
     def _beat(self) -> None:
         stream = self._stream
         if stream is None or stream.unsent:
-            self._counters.heartbeats_skipped += 1  # a stopped sidecar; silent() tells
+            self.counts["heartbeats_skipped"] += 1  # a stopped sidecar; silent() tells
             return
         as_of, live = self.live
         self._beats += 1
@@ -241,20 +224,12 @@ class Lifeline:
         link = self.published
         match message:
             case attach.HeartbeatAck():
-                self._last_ack_s = time.monotonic()
+                self.last_ack_s = time.monotonic()
             case attach.Ready() if link is not None:
                 self._show("ready", f"ranks {message.ranks}, namespace {message.namespace}")
-                self.published = replace(
-                    link,
-                    ready=True,
-                    ranks=tuple(message.ranks),
-                    namespace=message.namespace,
-                    save_rules=tuple(message.save_rules),
-                )
+                self.published = replace(link, ready=True, save_rules=tuple(message.save_rules))
             case attach.Registered() if link is not None:
-                self.published = replace(
-                    link, namespace=message.namespace, save_rules=tuple(message.save_rules)
-                )
+                self.published = replace(link, save_rules=tuple(message.save_rules))
             case attach.Refused():
                 raise _RefusedError(message)
             case _:
@@ -278,89 +253,53 @@ class Lifeline:
     def _pump(self, until: float) -> None:
         """Wait for anything until the monotonic time ``until``, and take it in."""
         poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        for pidfd in self.deaths.fds():
-            poller.register(pidfd, select.POLLIN)
         stream = self._stream
+        for fd in (self._wake, *self.unproven.values()):
+            poller.register(fd, select.POLLIN)
         if stream is not None:
-            poller.register(
-                stream.fileno(), select.POLLIN | (select.POLLOUT if stream.unsent else 0)
-            )
+            events = select.POLLIN | (select.POLLOUT if stream.unsent else 0)
+            poller.register(stream.fileno(), events)
         wait_ms = max(0.0, until - time.monotonic()) * 1000
         fired = dict(poller.poll(wait_ms + 1))
-        self._collect_deaths()
+        for epoch in [e for e, fd in self.unproven.items() if fired.get(fd, 0) & select.POLLIN]:
+            os.close(self.unproven.pop(epoch))
+            if epoch == self._epoch:
+                raise _DetachedError("the sidecar ended (its pidfd says so)")
         if self._wake in fired:
+            os.eventfd_read(self._wake)
             self._obey()
         if stream is not None and stream.fileno() in fired:
             self._inbox.extend(stream.receive())
             stream.flush()
 
-    def _collect_deaths(self) -> None:
-        for epoch in self.deaths.collect():
-            self._counters.deaths += 1
-            if epoch == self._epoch:
-                raise _DetachedError("the sidecar ended (its pidfd says so)")
-
     def _obey(self) -> None:
-        os.eventfd_read(self._wake)
-        while self._commands:
-            command = self._commands.popleft()
-            if command == "rotate":
-                self._send_version()
-                continue
-            if command == "stop":
-                self._stopping = True
-                self._say_bye()
-            raise _DetachedError(
-                "the engine leaves" if command == "stop" else "KV memory was re-mapped"
-            )
-
-    def _send_version(self) -> None:
-        registration = self._plan.registration
-        sendable = self._registration_sent and self._stream is not None
-        if sendable and self._stream is not None and isinstance(registration, RegisterEngine):
-            self._stream.send(attach.Rotate(version=registration.version))
-
-    def _say_bye(self) -> None:
+        """Do what the hook thread wants: leave, or send another version."""
         if self._stream is None:
             return
-        try:
+        if self._stopping:
             self._stream.send(attach.Bye())
-        except (OSError, WireError):
-            logger.debug("no Bye: the sidecar is gone already")
+            raise _DetachedError("the engine leaves")
+        newest = self._registration
+        if isinstance(newest, RegisterEngine) and self._registered not in (None, newest):
+            self._registered = newest
+            self._stream.send(attach.Rotate(version=newest.version))
 
     def _detach(self, state: str, reason: str) -> None:
-        self.published = None
-        self._epoch = None
-        self._registration_sent = False
+        self.published = self._registered = None
+        self._epoch = 0
         self._inbox.clear()
         if self._stream is not None:
             self._stream.close()
             self._stream = None
         self._show(state, reason)
 
-    def _drop_unadopted(self) -> None:
-        """Close a socket the hook thread has not taken; a pop that succeeds is ours."""
-        while self.handoff:
-            try:
-                self.handoff.popleft().close()
-            except IndexError:
-                return
-
     def _show(self, state: str, reason: str) -> None:
         """Set the state; log it when it changed, not at every retry."""
         said = f"{state}: {reason}" if state == "refused" else state
         self.state = state
-        if said == self._said:
-            logger.debug("still %s: %s", state, reason)
-            return
-        self._said = said
         level = logging.WARNING if state in ("away", "refused") else logging.INFO
-        logger.log(
-            level,
-            "kvferry %s half rank %d is %s: %s",
-            self._half.role,
-            self._half.rank,
-            state,
-            reason,
-        )
+        if said == self._said or self._stopping:
+            level = logging.DEBUG
+        self._said = said
+        text = "kvferry %s half rank %d is %s: %s"
+        logger.log(level, text, self._half.role, self._half.rank, state, reason)

@@ -1,16 +1,18 @@
 """One attachment as the hook thread sees it, and its ZeroMQ socket.
 
-Ownership: the lifeline thread makes a HotSocket and hands it over through a deque (whose append
-and pop are atomic); from then on only the hook thread touches it. Nothing here locks or blocks,
-except ``receive`` for at most ``wait_us``.
+Ownership: the lifeline thread makes a HotSocket and publishes it inside a Link; whoever takes the
+link to use it is the hook thread, and from then on only that one touches the socket. Nothing here
+locks or blocks, except ``receive`` for at most ``wait_us``.
 """
 
 from __future__ import annotations
 
+import functools
 import select
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -21,79 +23,67 @@ frames_queued_max = 4096  # ZeroMQ high-water mark, each way
 receive_max = 1024  # messages per receive call: one hook never drains for ever
 _SELECT_FD_MAX = 1024  # select(2) cannot watch a descriptor from this number on
 _NAP_S = 50e-6
+_OPTIONS = {
+    zmq.LINGER: 0,  # what is queued for a dead sidecar dies with the socket
+    zmq.IMMEDIATE: 1,  # queue only on a live connection, refuse otherwise
+    zmq.SNDHWM: frames_queued_max,
+    zmq.RCVHWM: frames_queued_max,
+    zmq.MAXMSGSIZE: codec.raw_bytes_max,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 1000,
+}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Link:
     """What is agreed with the sidecar of one epoch; a value, safe to keep and to compare.
 
-    ``namespace`` is the hex digest of Registered; ``save_rules`` has one of "all", "hand-offs",
-    "none" per group; ``ready`` is latched once all ``ranks`` of the session are registered.
-    ``serial`` is the registration it belongs to (0 for the scheduler half).
+    ``save_rules`` has one of "all", "hand-offs", "none" per group; ``ready`` is latched once all
+    local ranks of the session are registered.
     """
 
     epoch: int
     generation: int
     protocol: int
-    namespace: str
     save_rules: tuple[str, ...]
     ready: bool = False
-    ranks: tuple[int, ...] = ()
-    serial: int = 0
+    hot: HotSocket | None = field(default=None, compare=False, repr=False)
 
     @property
     def key(self) -> tuple[int, int]:
         """(epoch, generation): what every frame of this link carries."""
         return (self.epoch, self.generation)
 
-
-@dataclass(slots=True)
-class Counters:
-    """What was refused, dropped or retried, since start; read without a lock."""
-
-    sent: int = 0
-    sends_refused: int = 0
-    received: int = 0
-    stale_dropped: int = 0
-    garbage_dropped: int = 0
-    receive_max_hits: int = 0
-    attaches: int = 0
-    attach_failures: int = 0
-    refusals: int = 0
-    heartbeats_skipped: int = 0
-    deaths: int = 0
+    @functools.cached_property
+    def stored_groups(self) -> tuple[int, ...]:
+        """The groups that are stored whole, block by block."""
+        return tuple(group for group, rule in enumerate(self.save_rules) if rule == "all")
 
 
 class HotSocket:
     """The DEALER of one (epoch, generation). Made by the lifeline, used by one other thread."""
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        identity: bytes,
-        key: tuple[int, int],
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes
     ) -> None:
-        self.key = key
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)  # what is queued for a dead sidecar dies with the socket
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # queue only on a live connection, refuse otherwise
-        socket.setsockopt(zmq.ROUTING_ID, identity)
-        socket.setsockopt(zmq.SNDHWM, frames_queued_max)
-        socket.setsockopt(zmq.RCVHWM, frames_queued_max)
-        socket.setsockopt(zmq.MAXMSGSIZE, codec.raw_bytes_max)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket = socket
+        self._socket = context.socket(zmq.DEALER)
         try:
-            socket.connect(endpoint)
-            self._fd = int(socket.getsockopt(zmq.FD))
+            self._socket.setsockopt(zmq.ROUTING_ID, identity)
+            for option, value in _OPTIONS.items():
+                self._socket.setsockopt(option, value)
+            self._socket.connect(endpoint)
+            self._fd = int(self._socket.getsockopt(zmq.FD))
         except zmq.ZMQError:
-            socket.close()
+            self._socket.close()
             raise
 
+    def __del__(self) -> None:
+        """Close a socket that was published, but never taken into use."""
+        if hasattr(self, "_socket"):  # else: there was none to be had
+            self._socket.close()
+
     def connected_within(self, wait_ms: int) -> bool:
-        """Wait until a send would be taken (lifeline thread only, before the hand-over)."""
+        """Wait until a send would be taken (lifeline thread only, before it is published)."""
         return bool(self._socket.poll(wait_ms, zmq.POLLOUT))
 
     def close(self) -> None:
@@ -109,12 +99,12 @@ class HotSocket:
         return True
 
     def receive(
-        self, link: Link, wait_us: int, counters: Counters
+        self, link: Link, wait_us: int, counts: Counter[str]
     ) -> list[tuple[FromSidecar, list[bytes]]]:
         """Return what has come for ``link``; wait at most ``wait_us`` for a first message.
 
-        The descriptor of a ZeroMQ socket is edge triggered: it is only waited on right after a
-        receive has said "nothing", which has emptied the socket's command queue.
+        The descriptor of a ZeroMQ socket is edge triggered: it is only waited on right after the
+        socket has said "nothing", which has emptied its command queue.
         """
         taken: list[tuple[FromSidecar, list[bytes]]] = []
         deadline = time.perf_counter() + wait_us * 1e-6 if wait_us else 0.0
@@ -122,47 +112,38 @@ class HotSocket:
             frames = self._next(deadline if not taken else 0.0)
             if frames is None:
                 return taken
-            message = _read(frames, link, counters)
+            message = _read(frames, link, counts)
             if message is not None:
-                counters.received += 1
                 taken.append((message, frames[2:]))
-        counters.receive_max_hits += 1
+        counts["receive_max"] += 1
         return taken
 
     def _next(self, deadline: float) -> list[bytes] | None:
-        while True:
-            try:
-                return self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                if not self._wait(deadline):
+        try:
+            # Asking for events costs a fraction of a receive that raises Again.
+            while not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                left_s = deadline - time.perf_counter() if deadline else 0.0
+                if left_s <= 0.0:
                     return None
-            except zmq.ZMQError:
-                return None
-
-    def _wait(self, deadline: float) -> bool:
-        left_s = deadline - time.perf_counter() if deadline else 0.0
-        if left_s <= 0.0:
-            return False
-        if self._fd < _SELECT_FD_MAX:
-            select.select((self._fd,), (), (), left_s)
-        else:  # poll(2) and epoll wait whole milliseconds, which is more than a hook has
-            time.sleep(min(_NAP_S, left_s))
-        return True
+                if self._fd < _SELECT_FD_MAX:
+                    select.select((self._fd,), (), (), left_s)
+                else:  # poll(2) and epoll wait whole milliseconds, which is more than a hook has
+                    time.sleep(min(_NAP_S, left_s))
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return None
 
 
-def _read(frames: list[bytes], link: Link, counters: Counters) -> FromSidecar | None:
+def _read(frames: list[bytes], link: Link, counts: Counter[str]) -> FromSidecar | None:
     try:
         header = codec.read_header(frames)
-        if (header.epoch, header.generation) != link.key:
-            counters.stale_dropped += 1
-            return None
-        if header.protocol != link.protocol:
-            counters.garbage_dropped += 1
-            return None
-        return codec.read_from_sidecar(frames[1])
+        if header.epoch == link.epoch and header.generation == link.generation:
+            return codec.read_from_sidecar(frames[1])
     except codec.WireError:
-        counters.garbage_dropped += 1
+        counts["garbage_dropped"] += 1
         return None
+    counts["stale_dropped"] += 1
+    return None
 
 
 def pack(link: Link, message: FromHalf, raw: Sequence[codec.Frame]) -> list[codec.Frame]:

@@ -23,20 +23,18 @@ class Lookup:
     ``count(name, number=1)`` takes the events. Waits at most ``lookup_wait_us_max`` per step.
     """
 
-    def __init__(
-        self, config: FerryConfig, hash_tokens: int, align_tokens: int, count: Count
-    ) -> None:
+    def __init__(self, config: FerryConfig, engine: RegisterEngine, count: Count) -> None:
         self._config = config
-        self._hash_tokens = hash_tokens
-        self._align = align_tokens
+        self._hash_tokens = engine.hash_block_tokens
+        self._align = engine.alignment_tokens
         self._count = count
         self._limits = Limits(config.probe_ms_max / 1000, config.hint_fresh_ms / 1000)
         self._open: dict[int, Tracked] = {}  # admissions the sidecar may talk about
         self._live: set[int] = set()
-        self._live_changed = False
         self._releases: list[int] = []
         self._asks = 0
         self._waited = False
+        self.stirred = False  # whether end_step has something to do
         self.client: Client | None = None
 
     def link(self) -> Link | None:
@@ -78,29 +76,36 @@ class Lookup:
         if admission.phase is Phase.NONE:  # its time was over
             self._count("probe_ms_max")
             self.settle(admission)
-        return decision.tokens, link
+        return decision, link
 
     def settle(self, admission: Admission) -> None:
-        """Nothing is open about this admission any more: the sidecar may forget it."""
+        """Nothing is open about this admission any more: the sidecar may forget it.
+
+        A request that runs without a lease is not settled before it ends: by its keys the sidecar
+        knows which stored prefix is in use, and keeps its head as long as what is saved behind it.
+        """
         if self._open.pop(admission.number, None) is not None and admission.epoch:
             self._releases.append(admission.number)
+            self.stirred = True
+        self.unlease(admission)
+
+    def unlease(self, admission: Admission) -> None:
+        """Its lease, if there was one, has ended with its load."""
         if admission.number in self._live:
             self._live.discard(admission.number)
-            self._live_changed = True
+            self.stirred = True
 
     def end_step(self) -> None:
         """Once per step: state the live leases (for heartbeats) and release the others."""
-        self._waited = False
-        if not self._live_changed and not self._releases:
-            return
+        releases, self._releases = self._releases, []
+        self._waited = self.stirred = False
         client = self.client
-        if client is not None:
-            if self._live_changed:
-                client.set_live(self._asks, sorted(self._live))
-            link = client.link() if self._releases else None
-            if link is not None:
-                client.send(link, hot.Release(self._releases))
-        self._live_changed, self._releases = False, []
+        if client is None:
+            return
+        client.set_live(self._asks, sorted(self._live))
+        link = client.link() if releases else None
+        if link is not None:
+            client.send(link, hot.Release(releases))
 
     def cancel(self, job: int) -> None:
         """Ask for a job's early end; its outcome comes to the ranks as ever."""
@@ -146,7 +151,7 @@ class Lookup:
         admission.asked(time.monotonic(), self._asks, local)
         self._mark(admission)
         wait_s = 0.0 if self._waited else self._config.lookup_wait_us_max * 1e-6
-        self._waited = True
+        self._waited = self.stirred = True
         deadline = time.perf_counter() + wait_s
         while admission.phase is Phase.ASKING:
             left_us = max(0, int((deadline - time.perf_counter()) * 1e6))
@@ -183,7 +188,7 @@ class Lookup:
     def _mark(self, admission: Admission) -> None:
         if admission.leased == (admission.number in self._live):
             return
-        self._live_changed = True
+        self.stirred = True
         if admission.leased:
             self._live.add(admission.number)
         else:

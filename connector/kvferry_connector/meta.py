@@ -17,6 +17,7 @@ from kvferry_connector.jobs import JobOrder, Report
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+@dataclass
 class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not followed
     """Scheduler half to worker halves: the number of the step and its jobs.
 
@@ -24,12 +25,9 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not f
     to be executed when the second is built.
     """
 
-    def __init__(
-        self, step: int, loads: tuple[JobOrder, ...] = (), saves: tuple[JobOrder, ...] = ()
-    ) -> None:
-        self.step = step
-        self.loads = loads
-        self.saves = saves
+    step: int
+    loads: tuple[JobOrder, ...] = ()
+    saves: tuple[JobOrder, ...] = ()
 
 
 @dataclass

@@ -6,8 +6,8 @@ A layout that is not like that is refused here, before anything is registered, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvferry_connector.wire.attach import Placement
 
@@ -16,29 +16,7 @@ if TYPE_CHECKING:
 
 KVCacheConfig = Any  # vLLM's, read by attribute, so that this file runs without vLLM
 KVCacheSpec = Any
-
-
-class LayerView(Protocol):
-    """A layer's KV tensor ``[num_blocks * r, heads, states, content]`` (r kernel blocks each)."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Sizes of the axes."""
-
-    def stride(self) -> Sequence[int]:
-        """Strides of the axes, in elements."""
-
-    def element_size(self) -> int:
-        """Bytes of an element."""
-
-    def data_ptr(self) -> int:
-        """Address of the first element."""
-
-    def untyped_storage(self) -> Any:
-        """The allocation the view lies in."""
-
-    def __getitem__(self, index: int) -> LayerView:
-        """One kernel block."""
+LayerView = Any  # a torch.Tensor [num_blocks * r, heads, states, content]: r kernel blocks each
 
 
 class DescribeError(Exception):
@@ -53,27 +31,22 @@ def describe_placements(
     Layers that share another one's KV are in ``kv_caches`` only, so nothing is listed twice.
     Groups whose blocks are never shared by hash (rings, HiSparse replicas) are left out.
     """
-    group_of = {
-        layer: number
-        for number, group in enumerate(kv_cache_config.kv_cache_groups)
-        for layer in group.layer_names
-    }
-    cacheable = set(kv_cache_config.prefix_cacheable_group_ids)
+    groups = kv_cache_config.kv_cache_groups
+    group_of = {layer: n for n, group in enumerate(groups) for layer in group.layer_names}
     placements: list[Placement] = []
     for tensor in kv_cache_config.kv_cache_tensors:
         layers = list(tensor.layers)
-        if not layers:
-            continue
-        if len({group_of.get(layer) for layer in layers}) != 1 or layers[0] not in group_of:
+        numbers = {group_of.get(layer, -1) for layer in layers}
+        if len(numbers) > 1 or -1 in numbers:
             raise DescribeError(f"layers {layers} are placed together but not of one group")
-        number = group_of[layers[0]]
-        if number not in cacheable:
-            continue
-        spec = _layer_spec(kv_cache_config.kv_cache_groups[number].kv_cache_spec, layers[0])
-        num_blocks = int(kv_cache_config.num_blocks_of(tensor))
-        placements.append(
-            _place(number, spec, tensor, kv_caches, memory=memory, num_blocks=num_blocks)
-        )
+        if numbers & set(kv_cache_config.prefix_cacheable_group_ids):
+            number = numbers.pop()
+            spec = groups[number].kv_cache_spec
+            spec = getattr(spec, "kv_cache_specs", {layers[0]: spec})[layers[0]]
+            num_blocks = int(kv_cache_config.num_blocks_of(tensor))
+            placements.append(
+                _place(number, spec, tensor, kv_caches, memory=memory, num_blocks=num_blocks)
+            )
     return placements
 
 
@@ -88,12 +61,15 @@ def _place(
 ) -> Placement:
     """Return the placement of one KVCacheTensor's layers."""
     layers = list(tensor.layers)
-    first = _view(kv_caches, layers[0])
+    missing = [layer for layer in layers if layer not in kv_caches]
+    if missing:
+        raise DescribeError(f"layers {missing} are in the KV config, but have no KV tensor")
+    first = kv_caches[layers[0]]
     buffer = memory.find(first)
     base = int(first.untyped_storage().data_ptr())
     for index, layer in enumerate(layers):
         start = base + tensor.offset + index * tensor.layer_stride
-        _check_layer(layer, _view(kv_caches, layer), start, tensor.block_stride, num_blocks)
+        _check_layer(layer, kv_caches[layer], start, tensor.block_stride, num_blocks)
     runs, run_bytes, run_stride = page_runs(first, num_blocks)
     page_bytes = page_data_bytes(spec)
     if runs * run_bytes != page_bytes:
@@ -113,18 +89,6 @@ def _place(
         run_bytes=run_bytes,
         run_stride=run_stride,
     )
-
-
-def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
-    members = getattr(spec, "kv_cache_specs", None)
-    return spec if members is None else members[layer]
-
-
-def _view(kv_caches: Mapping[str, LayerView], layer: str) -> LayerView:
-    view = kv_caches.get(layer)
-    if view is None:
-        raise DescribeError(f"layer {layer} is in the KV config, but has no KV tensor")
-    return view
 
 
 def _check_layer(

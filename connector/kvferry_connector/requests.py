@@ -36,22 +36,14 @@ class Phase(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
-    """Answer the engine: ``tokens`` to load, or None for "ask me later"."""
-
-    tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Send:
     """Send an Ask first, after a probe of all hashes when ``probe``; then decide again."""
 
     probe: bool
 
 
-LATER = Say(None)
-NOTHING = Say(0)
-Decision = Say | Send
+# What the engine is told: tokens to load, or None for "ask me later"; or what comes before.
+Decision = int | None | Send
 
 
 @dataclass(slots=True, eq=False)
@@ -94,25 +86,25 @@ class Admission:
         hit; ``epoch`` is the current sidecar's. Ends in NONE when the time to answer is over.
         """
         if self.phase >= Phase.LOADING or cap_tokens <= local_tokens:
-            return NOTHING
+            return 0
         if self.epoch not in (0, epoch):
             self.void()  # another sidecar: a new question, with its own time
             self.first_ask_s = None
         if self.phase is Phase.ANSWERED:
             fresh = now_s - self.answered_s <= ANSWER_FRESH_S
             if fresh and local_tokens == self.local_tokens:
-                return Say(max(0, min(self.hit_tokens, cap_tokens) - local_tokens))
+                return max(0, min(self.hit_tokens, cap_tokens) - local_tokens)
             self.first_ask_s = None  # a new question, with its own time
             return Send(probe=False)
         if self.first_ask_s is not None and now_s - self.first_ask_s >= limits.probe_s_max:
             self.phase = Phase.NONE
-            return NOTHING
+            return 0
         if self.phase is Phase.ASKING and local_tokens == self.local_tokens:
-            return LATER
+            return None
         if self.phase is Phase.PROBED and self.hint_tokens is not None:
             fresh = now_s - self.hint_s <= limits.hint_fresh_s
             if fresh and self.hint_tokens <= local_tokens:
-                return NOTHING
+                return 0
         return Send(probe=self.epoch == 0)
 
     def probed(self, epoch: int) -> None:

@@ -7,7 +7,6 @@ A step on which nothing is due costs one addition and one comparison, whatever i
 
 from __future__ import annotations
 
-import functools
 import heapq
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from kvferry_connector.link import Link
+    from kvferry_connector.wire.attach import RegisterEngine
 
 
 class Saver:
@@ -35,36 +35,27 @@ class Saver:
         self,
         jobs: Jobs,
         link: Callable[[], Link | None],
+        engine: RegisterEngine,
         *,
         block_tokens: Sequence[int],
-        step_tokens: int,
-        hash_tokens: int,
         unsettled_tokens: int,
-        life: bytes,
         count: Callable[..., None],
     ) -> None:
-        self._jobs = jobs
-        self._link = link
+        self._jobs, self._link, self._count = jobs, link, count
         self._block_tokens = block_tokens
-        self._step_tokens = step_tokens
-        self._unit_blocks = [step_tokens // block for block in block_tokens]
-        self._hash_tokens = hash_tokens
-        self._unsettled = unsettled_tokens
-        self._life = life
-        self._count = count
-        self._manager: KVCacheManager | None = None
+        self._unit_tokens = engine.scheduler_block_tokens
+        self._hash_tokens = engine.hash_block_tokens
+        self._life = engine.life
+        self._unsettled_tokens = unsettled_tokens
+        self.manager: KVCacheManager | None = None  # its tables name the blocks of a request
         self._elapsed = self._serial = 0
         # Heap of (due_at, serial, request); void unless the request's ``due`` is the serial.
         self._due: list[tuple[int, int, Tracked]] = []
         self.orders: list[JobOrder] = []  # of the step being built
 
-    def bind(self, manager: KVCacheManager) -> None:
-        """Take the manager whose tables name the blocks of a request."""
-        self._manager = manager
-
     def admit(self, tracked: Tracked) -> None:
         """The request holds KV from now on. What the store has of it is not saved again."""
-        stored = tracked.admission.stored_tokens // self._step_tokens * self._step_tokens
+        stored = tracked.admission.stored_tokens // self._unit_tokens * self._unit_tokens
         tracked.saved_tokens = max(tracked.saved_tokens, stored)
         self._plan(tracked, self._elapsed)
 
@@ -80,8 +71,8 @@ class Saver:
         """Add to ``orders`` what is complete once step number ``step`` has run."""
         scheduled = output.num_scheduled_tokens
         decode = output.total_num_scheduled_tokens == len(scheduled)
-        self._elapsed += 1 if decode else max(scheduled.values())
-        due, elapsed = self._due, self._elapsed
+        self._elapsed = elapsed = self._elapsed + (1 if decode else max(scheduled.values()))
+        due = self._due
         while due and due[0][0] <= elapsed:
             _, serial, tracked = heapq.heappop(due)
             if tracked.due != serial:
@@ -95,18 +86,18 @@ class Saver:
 
     def _save(self, tracked: Tracked, tokens: int, step: int) -> int:
         """Order what can be saved of one request; returns the tokens until there may be more."""
-        request, unit = tracked.request, self._step_tokens
+        request, unit = tracked.request, self._unit_tokens
         # Positions of drafts and of tokens not sampled yet lie at or above ``num_tokens``; below
         # it every position has been computed by this step or an earlier one.
-        known = min(request.num_computed_tokens + tokens, request.num_tokens) - self._unsettled
+        known = min(request.num_computed_tokens + tokens, request.num_tokens)
+        known -= self._unsettled_tokens
         hashed = len(request.block_hashes) * self._hash_tokens
         start, end = tracked.saved_tokens, min(known, hashed) // unit * unit
         if end > start:
             link = self._link()
-            groups = stored_groups(link) if link is not None else ()
-            if link is None or not groups:
+            if link is None or not link.stored_groups:
                 return unit  # what is missed now is saved then: the request keeps its blocks
-            blocks_per_unit = sum([self._unit_blocks[group] for group in groups])
+            blocks_per_unit = sum([unit // self._block_tokens[g] for g in link.stored_groups])
             fits = start + self._jobs.room // blocks_per_unit * unit
             if fits < end:
                 self._count("pinned_blocks_max")
@@ -117,11 +108,11 @@ class Saver:
         return max(1, tracked.saved_tokens + unit - known)
 
     def _order(self, tracked: Tracked, end: int, link: Link, step: int) -> None:
-        request, start, groups = tracked.request, tracked.saved_tokens, stored_groups(link)
+        request, start = tracked.request, tracked.saved_tokens
         tracked.saved_tokens = end
         # The manager's own table: block state's get_block_ids would copy all of it for one chunk.
-        table = self._manager.get_blocks(request.request_id).blocks if self._manager else ()
-        slices, ids = cut_tables(table, self._block_tokens, groups, start, end)
+        table = self.manager.get_blocks(request.request_id).blocks if self.manager else ()
+        slices, ids = cut_tables(table, self._block_tokens, link.stored_groups, start, end)
         if 0 in ids:
             self._count("saves_of_null")  # nobody's block: never the end of a copy
             return
@@ -153,13 +144,3 @@ class Saver:
         for order in self.orders:
             self._jobs.close(order.job)
         self.orders = []
-
-
-def stored_groups(link: Link) -> tuple[int, ...]:
-    """Return the groups that are stored whole, block by block."""
-    return _stored_whole(link.save_rules)
-
-
-@functools.lru_cache(maxsize=8)  # asked for with each save, and the same for a whole epoch
-def _stored_whole(save_rules: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(group for group, rule in enumerate(save_rules) if rule == "all")

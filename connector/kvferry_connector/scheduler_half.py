@@ -9,24 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry_connector import vllm_compat
 from kvferry_connector.client import Client
-from kvferry_connector.describe import block_sizes, describe_engine
+from kvferry_connector.describe import describe_engine
 from kvferry_connector.half import Half
 from kvferry_connector.jobs import NO_EPOCH, JobOrder, Jobs, cut_tables, pack_ids
 from kvferry_connector.lookup import Lookup, MakeClient
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.requests import Admission, Phase, Tracked
-from kvferry_connector.saves import Saver, stored_groups
+from kvferry_connector.saves import Saver
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.codec import encode_job
-from kvferry_connector.wire.names import NO_VERSION, NONCE_BYTES
+from kvferry_connector.wire.names import NONCE_BYTES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,40 +46,33 @@ _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "p2p": Cac
 
 
 class SchedulerHalf:
-    """All hooks of the scheduler's side; entry.py guards them. ``make_client``: for tests."""
+    """All hooks of the scheduler's side; entry.py guards them."""
 
     def __init__(
         self,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         config: FerryConfig,
-        make_client: MakeClient = Client,
     ) -> None:
-        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        # S: hits and saves are multiples of it; H: what one block hash covers.
-        step_tokens, hash_tokens = block_sizes(vllm_config, kv_cache_config)
-        dcp = parallel.decode_context_parallel_size
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        align_tokens = kv_cache_config.cache_hit_alignment_tokens or step_tokens
-        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        dcp = vllm_config.parallel_config.decode_context_parallel_size
+        transfer = vllm_config.kv_transfer_config
         self._config = config
-        self._make_client = make_client
+        self._make_client: MakeClient = Client
         self._half = Half("scheduler", transfer.engine_id, vllm_config.instance_id)
-        self._world_size = int(parallel.world_size)
-        self._life = os.urandom(NONCE_BYTES)
-        self._version = NO_VERSION
+        self._engine = describe_engine(vllm_config, kv_cache_config, os.urandom(NONCE_BYTES))
+        self._version = self._engine.version
+        self._world_size = int(vllm_config.parallel_config.world_size)
         self._block_tokens = [s.block_size * (dcp if s.dcp_sharded else 1) for s in specs]
         self.stats = FerryStats()
         self._jobs = Jobs(self._world_size, config.pins_max(kv_cache_config.num_blocks))
-        self._lookup = Lookup(config, hash_tokens, align_tokens, self.stats.count)
+        self._lookup = Lookup(config, self._engine, self.stats.count)
         self._saver = Saver(
             self._jobs,
             self._lookup.link,
+            self._engine,
             block_tokens=self._block_tokens,
-            step_tokens=step_tokens,
-            hash_tokens=hash_tokens,
             unsettled_tokens=max(0, vllm_config.num_prefill_lookahead_tokens - 1),
-            life=self._life,
             count=self.stats.count,
         )
         self._requests: dict[str, Tracked] = {}
@@ -106,25 +101,19 @@ class SchedulerHalf:
                 ranks, self._world_size, here.run_dir,
             )  # fmt: skip
             return
-        registration = describe_engine(
-            self._vllm_config,
-            self._kv_cache_config,
-            life=self._life,
-            version=self._version,
-            ranks=ranks,
-        )
+        registration = msgspec.structs.replace(self._engine, ranks=ranks, version=self._version)
         client = self._make_client(self._config, self._half, registration)
         client.start()
         self._lookup.client = client
 
-    def bind(self, manager: KVCacheManager, before_reset: Callable[[], None]) -> None:
+    def bind(self, manager: KVCacheManager, before_reset: Callable[[], object]) -> None:
         """Take the pool whose blocks are pinned; ``before_reset`` runs before each cache reset.
 
         Raises UnsupportedEngineError for a manager that hashes past its blocks.
         """
         vllm_compat.check_manager(manager)
         vllm_compat.before_reset(manager, before_reset)
-        self._saver.bind(manager)
+        self._saver.manager = manager
         self._jobs.pool = vllm_compat.block_pool(manager)
 
     def rotate(self) -> None:
@@ -152,6 +141,14 @@ class SchedulerHalf:
         self.rotate()
         return False
 
+    def attachment(self) -> tuple[str, int]:
+        """Return the client's state, and the epoch of the sidecar it is registered at (or 0)."""
+        client = self._lookup.client
+        if client is None:
+            return "stopped", 0
+        link = client.link()
+        return client.state, 0 if link is None else link.epoch
+
     def shutdown(self) -> None:
         """Leave the sidecar."""
         client, self._lookup.client = self._lookup.client, None
@@ -162,16 +159,14 @@ class SchedulerHalf:
 
     def new_request(self, request: Request) -> None:
         """Start its first admission and send its hashes, so that the sidecar can look ahead."""
-        self._admissions += 1
-        admission = Admission(self._admissions, self._version)
-        tracked = Tracked(request, admission, request.num_preemptions)
+        tracked = Tracked(request, Admission(0, b""), 0)
         self._requests[request.request_id] = tracked
-        self._lookup.begin(tracked)
+        self._renew(tracked)
         if self._config.loads:
             self._lookup.look_ahead(tracked)
 
     def _renew(self, tracked: Tracked) -> None:
-        """The request holds no KV (preempted, or not started under this version): start anew."""
+        """The request holds no KV (new, preempted, or not started under this version)."""
         self._lookup.settle(tracked.admission)
         self._saver.drop(tracked)
         self._admissions += 1
@@ -192,7 +187,7 @@ class SchedulerHalf:
             return 0, False
         tokens, link = self._lookup.ask(tracked, local_tokens)
         if tokens and link is not None:
-            tracked.groups = stored_groups(link)
+            tracked.groups = link.stored_groups
         return tokens, bool(tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -206,7 +201,8 @@ class SchedulerHalf:
         if external_tokens > 0:
             self._load(tracked, blocks, external_tokens)
             return
-        if admission.decline():
+        leased = admission.leased
+        if admission.decline() and leased:
             self._lookup.settle(admission)
         if admission.phase is not Phase.LOADING and self._config.saves:
             self._saver.admit(tracked)
@@ -221,7 +217,7 @@ class SchedulerHalf:
         slices, ids = cut_tables(blocks.blocks, self._block_tokens, tracked.groups, local, total)
         message = hot.LoadJob(
             job=admission.job,
-            life=self._life,
+            life=self._engine.life,
             version=admission.version,
             request=request.request_id,
             admission=admission.number,
@@ -270,13 +266,12 @@ class SchedulerHalf:
         """Split ``external_tokens`` by the tier that supplies them."""
         tracked = self._requests.get(request.request_id)
         sources: Mapping[str, int] = {} if tracked is None else tracked.admission.sources
-        split: dict[CacheHitSource, int] = {}
+        split: Counter[CacheHitSource] = Counter()
         for name, tokens in sources.items():
-            source = _SOURCES.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED)
-            split[source] = split.get(source, 0) + tokens
-        if sum(split.values()) != external_tokens:
-            return {CacheHitSource.HOST: external_tokens} if external_tokens else {}
-        return {source: tokens for source, tokens in split.items() if tokens}
+            split[_SOURCES.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED)] += tokens
+        if split.total() != external_tokens:
+            split = Counter({CacheHitSource.HOST: external_tokens})
+        return dict(+split)
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -287,12 +282,13 @@ class SchedulerHalf:
         again (``matched``) before it runs, and starts anew there, whatever shape it comes in.
         """
         self._step += 1
-        if output.num_scheduled_tokens:
+        if output.total_num_scheduled_tokens:
             self._saver.advance(output, self._step, self._version)
-        self._lookup.end_step()
-        if not self._loads and not self._saver.orders:
-            return FerryMetadata(self._step)
-        return self._take_orders()
+        if self._lookup.stirred:
+            self._lookup.end_step()
+        if self._loads or self._saver.orders:
+            return self._take_orders()
+        return FerryMetadata(self._step)
 
     def _take_orders(self) -> FerryMetadata:
         if self._saver.orders:
@@ -307,22 +303,23 @@ class SchedulerHalf:
         self._loads = [order._replace(epoch=NO_EPOCH) for order in self._loads]
         return self._take_orders()
 
-    def reported(self, output: KVConnectorOutput) -> None:
-        """Take the ranks' reports: free pins, close loads, remember failures."""
-        meta = output.kv_connector_worker_meta
-        if isinstance(meta, FerryWorkerMetadata):
-            self._progress()
-            for number, reports in meta.reports.items():
-                for report in reports:
-                    job = self._jobs.report(number, report.rank, report.status == "done")
-                    if job is not None:
-                        kind = "loads" if job.is_load else "saves"
-                        self.stats.count(f"{kind}_{'done' if job.done else 'failed'}")
+    def reported(self, meta: FerryWorkerMetadata) -> None:
+        """Take the ranks' reports: free pins, close jobs."""
+        self._progress()
+        for number, reports in meta.reports.items():
+            for report in reports:
+                job = self._jobs.report(number, report.rank, report.status == "done")
+                if job is not None:
+                    kind = "loads" if job.is_load else "saves"
+                    self.stats.count(f"{kind}_{'done' if job.done else 'failed'}")
+
+    def loaded(self, output: KVConnectorOutput) -> None:
+        """Take the loads that have ended on every rank, and remember failures."""
         for request_id in output.finished_recving or ():
             tracked = self._requests.get(request_id)
             ok = request_id not in output.failed_recving
             if tracked is not None and tracked.admission.loaded(ok):
-                self._lookup.settle(tracked.admission)
+                self._lookup.unlease(tracked.admission)
 
     def _progress(self) -> None:
         self._progress_s, self._gave_up = time.monotonic(), False

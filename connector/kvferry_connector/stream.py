@@ -22,7 +22,7 @@ class StreamClosedError(ConnectionError):
 class AttachStream:
     """One connection to ``attach.sock``; used by the lifeline thread only.
 
-    Descriptors that arrive are ours until ``take_fd`` hands them out; ``close`` closes the rest.
+    Descriptors that arrive are ours until ``take_pidfd`` hands one out; ``close`` closes the rest.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,18 +53,13 @@ class AttachStream:
         Raises OSError when the stream is broken, WireError when too much is waiting.
         """
         data = attach.encode(message)
-        if fds:
-            data = self._send_with_fds(data, fds)
+        if fds:  # go with the first message of a stream, so nothing waits before it
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+            data = data[self._socket.sendmsg([data], rights) :]
         self._unsent += data
         if len(self._unsent) > _unsent_bytes_max:
             raise WireError(f"the sidecar reads nothing: {len(self._unsent)} bytes wait for it")
         self.flush()
-
-    def _send_with_fds(self, data: bytes, fds: Sequence[int]) -> bytes:
-        if self._unsent:
-            raise WireError("descriptors go with the first message of a stream only")
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-        return data[self._socket.sendmsg([data], [rights]) :]
 
     def flush(self) -> None:
         """Send what waits, as far as the socket takes it. Raises OSError when it is broken."""
@@ -98,10 +93,14 @@ class AttachStream:
             raise StreamClosedError("the sidecar closed the attach stream")
         return [attach.read_to_peer(body) for body in self._reassembler.feed(data)]
 
-    def take_fd(self) -> int:
-        """Hand out the oldest received descriptor. Raises WireError when there is none."""
-        if not self._fds:
-            raise WireError("the sidecar's Welcome came without its pidfd")
+    def take_pidfd(self) -> int:
+        """Hand out the sidecar's pidfd. Raises WireError when no pidfd came: it proves its death.
+
+        Any other descriptor would be readable too early, or never.
+        """
+        kind = str(Path(f"/proc/self/fd/{self._fds[0]}").readlink()) if self._fds else "nothing"
+        if not kind.startswith(("anon_inode:[pidfd]", "pidfd:")):
+            raise WireError(f"the sidecar's Welcome came with {kind} instead of its pidfd")
         return self._fds.pop(0)
 
     def close(self) -> None:

@@ -24,15 +24,11 @@ logger = logging.getLogger("kvferry.connector")
 SUPPORTED: tuple[tuple[int, int], ...] = ((0, 32), (0, 33))
 _SLEEP_SINCE = (0, 33)  # un- and re-registration of KV memory around sleep
 _PROBE_TOKENS = (1, 2, 3, 5, 8, 13)
+ENGINE_VERSION = str(vllm.__version__)
 
 
 class UnsupportedEngineError(Exception):
     """This engine, or a setting of it, cannot be served; the text says why and what to change."""
-
-
-def engine_version() -> str:
-    """Return the full version of the installed vLLM."""
-    return str(vllm.__version__)
 
 
 def minor_version(text: str) -> tuple[int, int]:
@@ -49,12 +45,12 @@ def minor_version(text: str) -> tuple[int, int]:
     return version
 
 
-def check_engine(config: VllmConfig, version: str | None = None) -> None:
+def check_engine(config: VllmConfig, version: str = ENGINE_VERSION) -> None:
     """Refuse at construction what cannot be served, and warn of settings that will hurt.
 
     Raises UnsupportedEngineError with the reason and the remedy.
     """
-    minor = minor_version(version if version is not None else engine_version())
+    minor = minor_version(version)
     _check_protocol()
     _check_role(config)
     _check_sleep(config, minor)
@@ -143,7 +139,7 @@ def check_manager(manager: KVCacheManager) -> None:
         )
 
 
-def before_reset(manager: KVCacheManager, callback: Callable[[], None]) -> None:
+def before_reset(manager: KVCacheManager, callback: Callable[[], object]) -> None:
     """Have ``callback`` run before each ``manager.reset_prefix_cache()``.
 
     A local reset that fails never reaches the connector's ``reset_cache``, although the weights

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry_connector.client import Client
-from kvferry_connector.describe import describe_rank, worker_rank
+from kvferry_connector.describe import describe_rank
 from kvferry_connector.export import FencePage, KvMemory
 from kvferry_connector.half import Half
 from kvferry_connector.jobs import JobOrder, Report
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvferry.connector")
 
 acks_max = 1024  # per message
+_SWEEP_S = 0.01  # between two looks at every open job, while the link holds
 # Shared by all steps with nothing to report; vLLM only reads it.
 _NOTHING = KVConnectorTransferResults()
 
@@ -57,16 +58,17 @@ class WorkerHalf:
     ) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._config = config
-        self._rank = worker_rank(vllm_config)
+        self._rank = int(vllm_config.parallel_config.rank)
         self._memory = KvMemory()
         self._fence = FencePage()
         self._client: Client | None = None
-        self._bound: FerryMetadata | None = None
+        self._bound: FerryMetadata | None = None  # the step that runs
         self._open: dict[int, OpenJob] = {}
         self._reports: dict[int, Report] = {}  # not yet on their way to the scheduler half
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._acks: list[int] = []
+        self._sweep_at_s = 0.0
         self.stats = FerryStats()
 
     # --- life of the engine ------------------------------------------------------------------
@@ -83,17 +85,12 @@ class WorkerHalf:
         """
         if self._client is not None:
             return
+        vllm_config = self._vllm_config
         registration = describe_rank(
-            self._vllm_config, self._kv_cache_config, kv_caches, self._memory, self._config,
-            serial=1,
-        )  # fmt: skip
-        half = Half(
-            "worker",
-            self._vllm_config.kv_transfer_config.engine_id,
-            self._vllm_config.instance_id,
-            rank=self._rank,
-            fence_fd=self._fence.fd,
+            vllm_config, self._kv_cache_config, kv_caches, self._memory, self._config
         )
+        engine_id = vllm_config.kv_transfer_config.engine_id
+        half = Half("worker", engine_id, vllm_config.instance_id, self._rank, self._fence.fd)
         client = Client(self._config, half, registration, self._memory.handles())
         client.start()
         self._client = client
@@ -127,14 +124,14 @@ class WorkerHalf:
         self._fence.done(metadata.step)
         if metadata.saves:
             self._submit(metadata.saves, is_load=False)
-
-    def unbind(self) -> None:
-        """The step is over."""
         self._bound = None
 
-    def abandon(self, orders: tuple[JobOrder, ...], *, is_load: bool) -> None:
+    def abandon(self, *, is_load: bool) -> None:
         """After an exception while submitting: what was not submitted is reported as failed."""
-        for order in orders:
+        bound = self._bound
+        if bound is None:
+            return
+        for order in bound.loads if is_load else bound.saves:
             if order.job not in self._open and order.job not in self._reports:
                 self._report(order.job, order.request if is_load else "", "failed", "hook_error")
 
@@ -166,8 +163,8 @@ class WorkerHalf:
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests whose load has ended on this rank since the last call."""
-        if self._open or self._acks:
-            self._poll()
+        if (self._open or self._acks) and self._client is not None:
+            self._poll(self._client)
         if not self._finished:
             return _NOTHING
         results = KVConnectorTransferResults(
@@ -183,22 +180,26 @@ class WorkerHalf:
         reports, self._reports = self._reports, {}
         return FerryWorkerMetadata({job: [report] for job, report in reports.items()})
 
-    def _poll(self) -> None:
-        client = self._client
-        if client is None:
-            return
+    def _poll(self, client: Client) -> None:
         link = client.link()
         if link is not None:
             for message, _ in client.receive(link):
                 self._hear(message)
-            self._acknowledge(client, link)
+            # What is not taken now is tried again with the next poll.
+            while self._acks and client.send(link, hot.OutcomeAck(self._acks[:acks_max])):
+                del self._acks[:acks_max]
         now_s = time.monotonic()
+        if link is None or now_s >= self._sweep_at_s:
+            self._sweep_at_s = now_s + _SWEEP_S
+            self._sweep(client, link, now_s)
+
+    def _sweep(self, client: Client, link: Link | None, now_s: float) -> None:
+        """End the jobs of dead sidecars, and ask for those that were not heard of for long."""
         ask_s = self._config.job_ask_ms / 1000
         for job, open_job in list(self._open.items()):
             if client.is_dead(open_job.epoch):
                 # All its threads have ended, and with them every copy.
-                del self._open[job]
-                self._report(job, open_job.load_of, "failed", "sidecar_died")
+                self._end(job, "failed", "sidecar_died")
             elif now_s - open_job.asked_s >= ask_s and link is not None:
                 open_job.asked_s = now_s
                 if link.epoch == open_job.epoch:
@@ -206,24 +207,18 @@ class WorkerHalf:
 
     def _hear(self, message: hot.FromSidecar) -> None:
         if isinstance(message, hot.Outcome):
-            self._acks.append(message.job)
             self._end(message.job, message.status, message.reason, message.shorter_tokens)
+            self._acks.append(message.job)  # only now: what is acknowledged never comes again
         elif isinstance(message, hot.JobState):
             if message.state == "unknown":
                 self._end(message.job, "failed", "job_unknown")
         elif isinstance(message, hot.Error):
             logger.warning("sidecar: %s (%s)", message.message, message.remedy)
             self.stats.count("sidecar_errors")
-            open_job = self._open.get(message.job)
-            if open_job is not None:
-                open_job.asked_s = float("-inf")  # an error ends nothing: ask what became of it
+            if message.job in self._open:  # an error ends nothing: ask what became of it
+                self._open[message.job].asked_s = self._sweep_at_s = float("-inf")
 
     def _end(self, job: int, status: str, reason: str, shorter_tokens: int = 0) -> None:
         open_job = self._open.pop(job, None)
         if open_job is not None:  # else: an outcome that was sent again
             self._report(job, open_job.load_of, status, reason, shorter_tokens)
-
-    def _acknowledge(self, client: Client, link: Link) -> None:
-        """Acknowledge in few messages; what is not taken now is tried again with the next poll."""
-        while self._acks and client.send(link, hot.OutcomeAck(self._acks[:acks_max])):
-            del self._acks[:acks_max]

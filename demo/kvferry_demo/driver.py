@@ -243,12 +243,11 @@ class Driver:
 def _attachment(connector: Any) -> tuple[str, int]:
     """Return the state of FerryConnector's scheduler half, and the sidecar's epoch (0: none).
 
-    The one look inside the connector: vLLM has no question of that kind, and a test has to know
-    whether a miss means "not attached yet".
+    vLLM has no question of that kind, and a test has to know whether a miss means "not attached
+    yet".
     """
-    client = connector._scheduler._lookup.client
-    link = None if client is None else client.link()
-    return ("stopped" if client is None else client.state), (0 if link is None else link.epoch)
+    state, epoch = connector.attachment()
+    return str(state), int(epoch)
 
 
 def _result(live: _Live) -> Result:

@@ -53,7 +53,7 @@ def test_promise_that_is_forgotten_before_anything_is_noted_fails_too(
     engine.assert_idle(errors=1)
 
 
-@pytest.mark.parametrize("place", ["encode_job", "pack_ids", "stored_groups"])
+@pytest.mark.parametrize("place", ["encode_job", "pack_ids", "cut_tables"])
 def test_save_that_cannot_be_ordered_leaves_no_pin(
     engine: SchedulerUnderTest, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from kvferry_connector.meta import FerryHandshake
 from kvferry_connector.requests import Phase
@@ -279,6 +280,37 @@ def test_engine_is_kept_awake_for_reports_within_the_bound(tmp_path: Path) -> No
     for running in engine.node.running:
         running.steps_left = 0
     engine.step(2)
+    engine.assert_idle()
+
+
+def test_load_that_outlasts_the_bound_is_stepped_for_until_its_report(tmp_path: Path) -> None:
+    engine = make(tmp_path)
+    engine.half._config = msgspec.structs.replace(engine.half._config, awake_ms_max=0)
+    engine.node.load_steps = 50
+    request = engine.add("b", PROMPT)
+    for _ in range(45):
+        engine.step()
+        assert engine.scheduler.has_requests()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.run()
+    assert request.num_output_tokens == 4
+    engine.assert_idle()
+
+
+def test_engine_that_gave_up_on_a_load_learns_its_end_when_it_wakes(tmp_path: Path) -> None:
+    engine = make(tmp_path)
+    engine.half._config = msgspec.structs.replace(engine.half._config, awake_ms_max=0)
+    engine.node.load_steps = 1000
+    engine.add("b", PROMPT)
+    engine.step(2)
+    (load,) = engine.node.running
+    engine.abort("b")
+    load.cancelled = False  # a sidecar that does not hear
+    engine.step()
+    assert not engine.connector.has_pending_push_work()
+    load.cancelled = True
+    engine.add("c", list(range(300, 480)))
+    engine.run()
     engine.assert_idle()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import array
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -80,7 +81,8 @@ class _Peer:
 
     def say(self, message: attach.ToPeer, fds: tuple[int, ...] = ()) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        self.connection.sendmsg([attach.encode(message)], rights)
+        with contextlib.suppress(ConnectionError):  # it hangs up when that is read
+            self.connection.sendmsg([attach.encode(message)], rights)
 
 
 class _Server:
@@ -132,7 +134,9 @@ class _Server:
         self.tell("hung up")
 
     def hear(self, peer: _Peer) -> None:
-        data, fds, _, _ = socket.recv_fds(peer.connection, 1 << 16, attach.attach_fds_max)
+        data, fds = b"", list[int]()
+        with contextlib.suppress(ConnectionError):
+            data, fds, _, _ = socket.recv_fds(peer.connection, 1 << 16, attach.attach_fds_max)
         peer.fds += fds
         if not data:
             self.hang_up(peer)
@@ -167,7 +171,7 @@ class _Server:
         who = (hello.role, hello.rank, inode)
         fresh = len(self.generations) + 1
         peer.generation = self.generations.setdefault(who, fresh)
-        pidfd = os.pidfd_open(os.getpid())
+        pidfd = os.memfd_create("no pidfd") if self.options.no_pidfd else os.pidfd_open(os.getpid())
         identity = b"half-%d" % peer.generation
         peer.say(
             attach.Welcome(PROTOCOL_MAX, self.options.epoch, peer.generation, self.endpoint,
@@ -221,6 +225,7 @@ def main() -> None:
     parser.add_argument("--refuse-hello", action="store_true")
     parser.add_argument("--refuse-registration", action="store_true")
     parser.add_argument("--never-ready", action="store_true")
+    parser.add_argument("--no-pidfd", action="store_true")
     _Server(parser.parse_args()).run()
 
 

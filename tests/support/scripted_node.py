@@ -99,7 +99,7 @@ class ScriptedNode:
         if self.away:
             return None
         rules = tuple("all" for _ in self._block_tokens)
-        return Link(self.epoch, 7, 1, "00", rules, ready=self.ready, ranks=(0,))
+        return Link(self.epoch, 7, 1, rules, ready=self.ready)
 
     def silent(self) -> bool:
         return self.is_silent

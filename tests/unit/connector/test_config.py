@@ -31,16 +31,16 @@ def test_settings_are_taken() -> None:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({"run_dri": "/x"}, "no setting 'run_dri'; did you mean 'run_dir'?"),
-        ({"zzzzzzzz": 1}, "no setting 'zzzzzzzz'; known: run_dir, "),
-        ({"probe_ms_max": "100"}, "['probe_ms_max'] is '100' (str); expected an integer"),
-        ({"probe_ms_max": 1.5}, "['probe_ms_max'] is 1.5 (float); expected an integer"),
-        ({"probe_ms_max": True}, "['probe_ms_max'] is True (bool); expected an integer"),
-        ({"loads": 1}, "['loads'] is 1 (int); expected true or false"),
-        ({"run_dir": 1}, "['run_dir'] is 1 (int); expected a string"),
-        ({"probe_ms_max": -1}, "['probe_ms_max'] is -1; expected 0 to 60000"),
-        ({"silent_ms_max": 0}, "['silent_ms_max'] is 0; expected 100 to 600000"),
-        ({"run_dir": "run"}, "['run_dir'] is 'run'; expected an absolute path"),
+        ({"run_dri": "/x"}, "['run_dri']: there is no such setting; did you mean 'run_dir'?"),
+        ({"zzzzzzzz": 1}, "['zzzzzzzz']: there is no such setting; known: run_dir, "),
+        ({"probe_ms_max": "100"}, "['probe_ms_max'] is '100': Expected `int`, got `str`"),
+        ({"probe_ms_max": 1.5}, "['probe_ms_max'] is 1.5: Expected `int`, got `float`"),
+        ({"probe_ms_max": True}, "['probe_ms_max'] is True: Expected `int`, got `bool`"),
+        ({"loads": 1}, "['loads'] is 1: Expected `bool`, got `int`"),
+        ({"run_dir": 1}, "['run_dir'] is 1: Expected `str`, got `int`"),
+        ({"probe_ms_max": -1}, "['probe_ms_max'] is -1: Expected `int` >= 0"),
+        ({"silent_ms_max": 0}, "['silent_ms_max'] is 0: Expected `int` >= 100"),
+        ({"run_dir": "run"}, "['run_dir'] is 'run': expected an absolute path"),
         ({"run_dir": "/" + "x" * 90}, "longer than 80 bytes"),
     ],
 )
@@ -50,11 +50,14 @@ def test_refusals_name_key_value_and_remedy(extra: dict[str, object], text: str)
     assert text in str(caught.value)
 
 
-def test_every_number_has_a_range() -> None:
-    numbers = {
-        name for name in FerryConfig.__struct_fields__ if type(getattr(FerryConfig(), name)) is int
-    }
-    assert numbers == set(module._RANGES)
+@pytest.mark.parametrize(
+    "name",
+    [name for name in FerryConfig.__struct_fields__ if type(getattr(FerryConfig(), name)) is int],
+)
+def test_every_number_has_a_range(name: str) -> None:
+    for number in (-1, 1 << 40):
+        with pytest.raises(ConfigError, match=name):
+            read_config({name: number})
 
 
 def test_the_default_run_dir_is_the_nodes_else_the_users(

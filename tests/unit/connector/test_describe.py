@@ -132,7 +132,7 @@ def test_memory_that_is_not_where_the_config_says_is_refused(allocate: Callable[
     swapped = dict(zip(reversed(LAYERS), kv.kv_caches.values(), strict=True))
     with pytest.raises(DescribeError, match="this KV layout is not understood"):
         placements.describe_placements(kv.kv_cache_config, swapped, kv.memory)
-    with pytest.raises(DescribeError, match="has no KV tensor"):
+    with pytest.raises(DescribeError, match="have no KV tensor"):
         placements.describe_placements(kv.kv_cache_config, {}, kv.memory)
     with pytest.raises(ExportError, match="get_mem_pool_context"):
         placements.describe_placements(kv.kv_cache_config, kv.kv_caches, KvMemory())
@@ -194,16 +194,12 @@ def test_spec_facts_name_what_changes_bytes() -> None:
 
 def test_a_rank_and_an_engine_are_described(allocate: Callable[..., Kv]) -> None:
     kv = allocate(dict.fromkeys(LAYERS, FULL))
-    rank = describe_rank(
-        kv.vllm_config, kv.kv_cache_config, kv.kv_caches, kv.memory, FerryConfig(), serial=3
-    )
-    assert (rank.serial, rank.layout, rank.hash_block_tokens) == (3, "LBNHC", 32)
+    rank = describe_rank(kv.vllm_config, kv.kv_cache_config, kv.kv_caches, kv.memory, FerryConfig())
+    assert (rank.serial, rank.layout, rank.hash_block_tokens) == (1, "LBNHC", 32)
     assert rank.shard == Shard()
     assert rank.num_blocks == kv.kv_cache_config.num_blocks
     assert all(isinstance(value, str) for value in rank.identity.values())
-    engine = describe_engine(
-        kv.vllm_config, kv.kv_cache_config, life=bytes(16), version=bytes(16), ranks=[0]
-    )
+    engine = describe_engine(kv.vllm_config, kv.kv_cache_config, bytes(16))
     assert (engine.hash_block_tokens, engine.scheduler_block_tokens) == (32, 32)
     assert (engine.alignment_tokens, engine.load_failure_policy) == (32, "recompute")
 

@@ -55,7 +55,7 @@ def test_factory_finds_the_connector_by_module_path() -> None:
 def test_every_hook_has_the_signature_of_the_base_class() -> None:
     """A hook that vLLM renames or extends shows here, not in a running engine."""
     for name, ours in vars(FerryConnector).items():
-        if name.startswith("_") or name in ONLY_0_33:
+        if name.startswith("_") or name in ONLY_0_33 or name == "attachment":
             continue
         base = getattr(KVConnectorBase_V1, name, None)
         if name == "request_finished_all_groups":
@@ -122,7 +122,6 @@ REQUEST = SimpleNamespace(request_id="r")
         ("get_mem_pool_context", (), None),
         ("register_kv_caches", ({},), None),
         ("get_handshake_metadata", (), None),
-        ("build_connector_worker_meta", (), None),
         ("set_xfer_handshake_metadata", ({},), None),
         ("set_xfer_handshake_metadata_pp_aware", ({},), None),
         ("reset_cache", (), False),
@@ -158,6 +157,7 @@ def test_what_kind_of_connector_it_is() -> None:
     assert connector.requires_kv_delivery is False
     assert connector.supports_divergent_local_hybrid_hits is False
     assert connector.has_pending_block_frees() is False
+    assert connector.has_connector_metadata() is False
     assert connector.get_finished_count() is None
     assert connector.register_finished_partial_tail(REQUEST, ([],), []) is False
     assert list(connector.take_events()) == []

@@ -1,9 +1,8 @@
-"""The worker half's bookkeeping of jobs, the scheduler half's pins, and what travels between."""
+"""The worker half's bookkeeping of jobs: each ends in one report, whatever happens."""
 
 from __future__ import annotations
 
 import mmap
-import multiprocessing
 import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,10 +11,9 @@ from typing import Any
 import pytest
 from kvferry_connector import worker_half
 from kvferry_connector.config import FerryConfig
-from kvferry_connector.jobs import NO_EPOCH, JobOrder, Jobs, Report, cut_tables, pack_ids
+from kvferry_connector.jobs import NO_EPOCH, JobOrder, Report
 from kvferry_connector.link import Link
-from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
-from kvferry_connector.stats import FerryStats
+from kvferry_connector.meta import FerryMetadata
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET, FENCE_PAGE_BYTES
 from kvferry_connector.worker_half import WorkerHalf
@@ -27,7 +25,7 @@ class ScriptedClient:
     """What a worker half sees of a sidecar."""
 
     def __init__(self) -> None:
-        self.current: Link | None = Link(EPOCH, 1, 1, "", ("all",), ready=True)
+        self.current: Link | None = Link(EPOCH, 1, 1, ("all",), ready=True)
         self.dead: set[int] = set()
         self.takes = True
         self.sent: list[tuple[hot.FromHalf, list[bytes]]] = []
@@ -115,13 +113,13 @@ def test_loads_go_out_at_bind_and_saves_after_the_forward(
     assert fence_words(half) == (7, 0)
     assert client.sent == [(hot.Submit(b"body-1"), [b"tables-1"])]
     half.end_forward()
-    half.unbind()
     assert fence_words(half) == (7, 7)
     assert client.sent[1:] == [(hot.Submit(b"body-2"), [b"tables-2"])]
 
 
 def test_step_without_jobs_touches_no_socket(half: WorkerHalf, client: ScriptedClient) -> None:
     half.bind(FerryMetadata(7))
+    half.end_forward()
     half.end_forward()
     assert not half.results().finished_recving
     assert half.worker_metadata() is None
@@ -183,9 +181,10 @@ def test_only_the_proof_of_death_ends_an_open_job(
     client.current = None
     clock.s += 3600
     assert not half.results().finished_recving, "no time-out hands memory back"
-    client.current = Link(EPOCH + 1, 1, 1, "", ("all",), ready=True)
+    client.current = Link(EPOCH + 1, 1, 1, ("all",), ready=True)
     assert not half.results().finished_recving, "nor does a new sidecar"
     client.dead.add(EPOCH)
+    clock.s += 0.1
     results = half.results()
     assert results.finished_recving == results.failed_recving == {"req-1", "req-2"}
     assert client.kinds(hot.JobStatus) == [], "another sidecar knows nothing of them"
@@ -231,119 +230,89 @@ def test_abandoned_orders_fail_unless_they_went_out(
     half: WorkerHalf, client: ScriptedClient
 ) -> None:
     load(half, 1)
-    half.abandon((order(1), order(2)), is_load=True)
+    half._bound = FerryMetadata(8, (order(1), order(2)), (order(3),))
+    half.abandon(is_load=True)
     assert half.results().failed_recving == {"req-2"}
-    half.abandon((order(3),), is_load=False)
+    half.abandon(is_load=False)
     meta = half.worker_metadata()
     assert meta is not None
     assert set(meta.reports) == {2, 3}
 
 
-# --- the scheduler half's job table ----------------------------------------------------------
+# --- what may stand between a promised load and its report -----------------------------------
 
 
-class CountingPool:
-    """The part of vLLM's BlockPool that pins use."""
-
-    def __init__(self, size: int) -> None:
-        self.blocks = [
-            SimpleNamespace(block_id=number, ref_cnt=1, is_null=number == 0)
-            for number in range(size)
-        ]
-        self.freed: list[int] = []
-
-    def touch(self, blocks: Any) -> None:
-        for block in blocks:
-            block.ref_cnt += 1
-
-    def free_blocks(self, ordered_blocks: Any) -> None:
-        for block in ordered_blocks:
-            block.ref_cnt -= 1
-            self.freed.append(block.block_id)
+def test_load_in_a_link_that_was_swapped_is_asked_for_and_ends(
+    half: WorkerHalf, client: ScriptedClient, clock: SimpleNamespace
+) -> None:
+    """The same sidecar, another generation: it does not know the job, and says so."""
+    load(half, 1)
+    client.current = Link(EPOCH, 2, 1, ("all",), ready=True)
+    assert not half.results().finished_recving
+    clock.s += 1.1
+    half.results()
+    assert client.kinds(hot.JobStatus) == [hot.JobStatus(1)]
+    client.inbox = [hot.JobState(1, "unknown")]
+    assert half.results().failed_recving == {"req-1"}
 
 
-def test_pins_fall_when_all_ranks_have_reported_and_only_once() -> None:
-    jobs = Jobs(world_size=2, pinned_blocks_max=8)
-    jobs.pool = pool = CountingPool(10)
-    job = jobs.open_save([4, 5, 5, 6])
-    assert [block.ref_cnt for block in pool.blocks[4:7]] == [2, 2, 2], "each once"
-    assert (jobs.pinned_blocks, jobs.room) == (3, 5)
-    assert jobs.report(job, 0, done=True) is None
-    assert jobs.report(job, 0, done=True) is None, "the same rank again"
-    assert pool.freed == []
-    ended = jobs.report(job, 1, done=False)
-    assert ended is not None
-    assert not ended.done
-    assert pool.freed == [6, 5, 4], "tail first"
-    assert jobs.report(job, 1, done=True) is None
-    assert (len(jobs), jobs.pinned_blocks) == (0, 0)
-    assert jobs.open_load() > job
+def test_question_that_is_not_taken_is_put_again(
+    half: WorkerHalf, client: ScriptedClient, clock: SimpleNamespace
+) -> None:
+    load(half, 1)
+    client.takes = False
+    clock.s += 1.1
+    half.results()
+    client.takes = True
+    clock.s += 1.1
+    half.results()
+    assert client.kinds(hot.JobStatus) == [hot.JobStatus(1)]
 
 
-def test_null_block_is_never_pinned() -> None:
-    jobs = Jobs(world_size=1, pinned_blocks_max=8)
-    with pytest.raises(ValueError, match="no block can be pinned"):
-        jobs.open_save([1])
-    jobs.pool = CountingPool(4)
-    with pytest.raises(ValueError, match="null block"):
-        jobs.open_save([0, 1])
-    assert jobs.pinned_blocks == 0
-    assert not jobs
+def test_death_is_reported_although_nothing_new_is_loaded(
+    half: WorkerHalf, client: ScriptedClient
+) -> None:
+    """Also while the link still stands: the proof may come before the hook thread sees it go."""
+    load(half, 1)
+    half.bind(FerryMetadata(8))
+    client.dead.add(EPOCH)
+    client.current = None
+    assert half.results().failed_recving == {"req-1"}
+    meta = half.worker_metadata()
+    assert meta is not None
+    assert meta.reports == {1: [Report(3, "failed", "sidecar_died")]}
 
 
-def test_tables_are_cut_by_each_groups_own_block_size() -> None:
-    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    table = [[SimpleNamespace(block_id=number) for number in row] for row in rows]
-    slices, ids = cut_tables(table, [16, 32], (0, 1), 32, 64)
-    assert slices == [hot.TableSlice(0, 2, 2), hot.TableSlice(1, 1, 1)]
-    assert ids == [3, 4, 8]
-    assert pack_ids(ids) == struct.pack("<3i", 3, 4, 8)
-    with pytest.raises(ValueError, match="group 0"):
-        cut_tables(table, [16, 32], (0, 1), 64, 112)
+def test_bug_while_polling_loses_nothing(
+    half: WorkerHalf, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(half, 1, 2)
+    client.inbox = [outcome(1), outcome(2)]
+    monkeypatch.setattr(half, "_acks", None)
+    with pytest.raises(AttributeError):
+        half.results()
+    monkeypatch.undo()
+    client.inbox = [outcome(1), outcome(2)]  # not acknowledged: they come again
+    assert half.results().finished_recving == {"req-1", "req-2"}
 
 
-# --- what travels through vLLM ---------------------------------------------------------------
+@pytest.mark.parametrize("bug_at", [0, 1])
+def test_bug_while_submitting_fails_what_did_not_go_out(
+    half: WorkerHalf, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch, bug_at: int
+) -> None:
+    sends = iter(range(10))
 
+    def send(link: Link, message: hot.FromHalf, raw: Any = ()) -> bool:
+        if next(sends) == bug_at:
+            raise RuntimeError("a bug")
+        return True
 
-def test_metadata_travels_as_vllm_sends_it() -> None:
-    near, far = multiprocessing.Pipe()
-    with near, far:
-        near.send(FerryMetadata(9, (order(1),), (order(2),)))
-        meta = far.recv()
-        assert (meta.step, meta.loads, meta.saves) == (9, (order(1),), (order(2),))
-        reports = FerryWorkerMetadata({1: [Report(0, "done", "")]})
-        far.send(reports)
-        assert near.recv() == reports
-
-
-def test_reports_of_ranks_are_put_together() -> None:
-    zero = FerryWorkerMetadata({1: [Report(0, "done", "")], 2: [Report(0, "done", "")]})
-    one = FerryWorkerMetadata({1: [Report(1, "failed", "crc")]})
-    merged = zero.aggregate(one)
-    assert merged.reports == {
-        1: [Report(0, "done", ""), Report(1, "failed", "crc")],
-        2: [Report(0, "done", "")],
-    }
-    with pytest.raises(TypeError, match="kvferry"):
-        zero.aggregate(SimpleNamespace())
-
-
-def test_ranks_are_beside_each_other_in_one_run_dir_of_one_boot() -> None:
-    here = FerryHandshake.of(0, FerryConfig(run_dir="/run/a"))
-    assert here.beside(FerryHandshake.of(1, FerryConfig(run_dir="/run/a")))
-    assert not here.beside(FerryHandshake.of(1, FerryConfig(run_dir="/run/b")))
-    assert not here.beside(FerryHandshake(1, "another boot", "/run/a"))
-
-
-def test_stats_add_up() -> None:
-    stats = FerryStats()
-    assert stats.take() is None
-    stats.count("saves", 2)
-    taken = stats.take()
-    assert taken is not None
-    assert taken.aggregate(FerryStats({"saves": 1, "loads": 1})).reduce() == {
-        "saves": 3,
-        "loads": 1,
-    }
-    assert stats.is_empty()
-    assert not taken.is_empty()
+    monkeypatch.setattr(client, "send", send)
+    with pytest.raises(RuntimeError):
+        load(half, 1, 2)
+    half.abandon(is_load=True)
+    gone = {f"req-{job}" for job in (1, 2)[bug_at:]}
+    assert half.results().failed_recving == gone
+    client.dead.add(EPOCH)
+    client.current = None
+    assert half.results().failed_recving == {"req-1", "req-2"} - gone

@@ -6,16 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kvferry_connector.requests import (
-    ANSWER_FRESH_S,
-    LATER,
-    NOTHING,
-    Admission,
-    Limits,
-    Phase,
-    Say,
-    Send,
-)
+from kvferry_connector.requests import ANSWER_FRESH_S, Admission, Limits, Phase, Send
 
 LIMITS = Limits(probe_s_max=0.1, hint_fresh_s=0.05)
 CAP = 192
@@ -37,35 +28,35 @@ def answered(hit: int, local: int = 0, *, now_s: float = 0.0) -> Admission:
 
 def test_an_answer_is_given_and_given_again() -> None:
     admission = answered(128, 32)
-    assert admission.ask(0.01, 32, CAP, 5, LIMITS) == Say(96)
-    assert admission.ask(0.02, 32, CAP, 5, LIMITS) == Say(96)
+    assert admission.ask(0.01, 32, CAP, 5, LIMITS) == 96
+    assert admission.ask(0.02, 32, CAP, 5, LIMITS) == 96
     assert admission.leased
 
 
 def test_hit_is_never_longer_than_the_cap() -> None:
-    assert answered(256).ask(0.0, 0, CAP, 5, LIMITS) == Say(CAP)
+    assert answered(256).ask(0.0, 0, CAP, 5, LIMITS) == CAP
 
 
 def test_hit_of_no_more_than_local_is_unleased() -> None:
     admission = answered(64, 64)
-    assert admission.ask(0.0, 64, CAP, 5, LIMITS) == NOTHING
+    assert admission.ask(0.0, 64, CAP, 5, LIMITS) == 0
     assert not admission.leased
     assert admission.stored_tokens == 64
 
 
 def test_nothing_is_asked_when_local_reaches_the_cap() -> None:
     admission = Admission(1, bytes(16))
-    assert admission.ask(0.0, CAP, CAP, 5, LIMITS) == NOTHING
+    assert admission.ask(0.0, CAP, CAP, 5, LIMITS) == 0
     assert admission.phase is Phase.PROBED
 
 
 def test_later_until_the_time_is_over() -> None:
     admission = asking()
-    assert admission.ask(0.05, 0, CAP, 5, LIMITS) == LATER
-    assert admission.ask(0.1, 0, CAP, 5, LIMITS) == NOTHING
+    assert admission.ask(0.05, 0, CAP, 5, LIMITS) is None
+    assert admission.ask(0.1, 0, CAP, 5, LIMITS) == 0
     assert admission.phase is Phase.NONE
     assert not admission.answered(0.11, 1, 128, {}), "late"
-    assert admission.ask(0.2, 0, CAP, 5, LIMITS) == NOTHING
+    assert admission.ask(0.2, 0, CAP, 5, LIMITS) == 0
 
 
 def test_another_local_length_asks_again_in_the_same_time() -> None:
@@ -73,7 +64,7 @@ def test_another_local_length_asks_again_in_the_same_time() -> None:
     assert admission.ask(0.05, 32, CAP, 5, LIMITS) == Send(probe=False)
     admission.asked(0.05, 2, 32)
     assert not admission.answered(0.06, 1, 128, {}), "the answer to the first question"
-    assert admission.ask(0.1, 32, CAP, 5, LIMITS) == NOTHING
+    assert admission.ask(0.1, 32, CAP, 5, LIMITS) == 0
 
 
 def test_an_old_answer_is_asked_for_again_with_its_own_time() -> None:
@@ -81,14 +72,14 @@ def test_an_old_answer_is_asked_for_again_with_its_own_time() -> None:
     later_s = ANSWER_FRESH_S + 0.01
     assert admission.ask(later_s, 0, CAP, 5, LIMITS) == Send(probe=False)
     admission.asked(later_s, 2, 0)
-    assert admission.ask(later_s + 0.05, 0, CAP, 5, LIMITS) == LATER
+    assert admission.ask(later_s + 0.05, 0, CAP, 5, LIMITS) is None
 
 
 @pytest.mark.parametrize(
     ("hint", "age_s", "expected"),
     [
-        (0, 0.0, NOTHING),
-        (32, 0.04, NOTHING),
+        (0, 0.0, 0),
+        (32, 0.04, 0),
         (32, 0.06, Send(probe=False)),
         (48, 0.0, Send(probe=False)),
     ],
@@ -106,7 +97,7 @@ def test_new_epoch_voids_everything_and_starts_the_time_anew() -> None:
     assert (admission.hit_tokens, admission.stored_tokens) == (0, 0)
     admission.probed(6)
     admission.asked(0.09, 2, 0)
-    assert admission.ask(0.15, 0, CAP, 6, LIMITS) == LATER
+    assert admission.ask(0.15, 0, CAP, 6, LIMITS) is None
 
 
 def test_need_full_does_not_prolong_later() -> None:
@@ -116,7 +107,7 @@ def test_need_full_does_not_prolong_later() -> None:
     admission.probed(5)
     admission.asked(0.05, 2, 0)
     admission.void()
-    assert admission.ask(0.1, 0, CAP, 5, LIMITS) == NOTHING
+    assert admission.ask(0.1, 0, CAP, 5, LIMITS) == 0
     assert admission.phase is Phase.NONE
 
 
@@ -124,7 +115,7 @@ def test_load_and_its_ends() -> None:
     admission = answered(128, 32)
     assert admission.load(9, 96) == 128
     assert admission.leased
-    assert admission.ask(0.0, 32, CAP, 5, LIMITS) == NOTHING
+    assert admission.ask(0.0, 32, CAP, 5, LIMITS) == 0
     assert not admission.decline(), "the promotion call is no decision"
     assert admission.loaded(ok=True)
     assert admission.phase is Phase.LOADED
@@ -142,9 +133,9 @@ def test_failed_load_is_the_requests_last() -> None:
     admission.load(9, 128)
     assert admission.loaded(ok=False)
     assert admission.stored_tokens == 0, "what could not be read is saved anew"
-    assert admission.ask(0.0, 0, CAP, 5, LIMITS) == NOTHING
+    assert admission.ask(0.0, 0, CAP, 5, LIMITS) == 0
     heir = admission.succeed(2, b"v" * 16)
-    assert heir.ask(0.0, 0, CAP, 5, LIMITS) == NOTHING
+    assert heir.ask(0.0, 0, CAP, 5, LIMITS) == 0
 
 
 def test_next_admission_starts_from_nothing() -> None:
@@ -157,7 +148,7 @@ def test_declined_answer_is_settled() -> None:
     admission = answered(128)
     assert admission.decline()
     assert not admission.leased
-    assert admission.ask(0.0, 0, CAP, 5, LIMITS) == NOTHING
+    assert admission.ask(0.0, 0, CAP, 5, LIMITS) == 0
     assert not admission.decline()
 
 
@@ -191,15 +182,15 @@ class Lives(RuleBasedStateMachine):
             self.admission.asked(self.now_s, self.seq, local)
         if isinstance(decision, Send):
             return
-        if decision.tokens is None:
+        if decision is None:
             if self.later_since is None:
                 self.later_since = self.now_s
             assert self.now_s - self.later_since < LIMITS.probe_s_max
         else:
             self.later_since = None
-        if decision.tokens:
+        if decision:
             assert not self.failed
-            assert local + decision.tokens <= min(CAP, self.given[self.admission.seq])
+            assert local + decision <= min(CAP, self.given[self.admission.seq])
             assert self.admission.epoch == self.epoch
 
     @rule(hit=st.sampled_from([0, 16, 64, 128, 192]), back=st.integers(0, 2))

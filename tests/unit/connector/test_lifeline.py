@@ -1,0 +1,105 @@
+"""Nothing keeps a half from the proof that its sidecar is dead: its open loads wait for it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from kvferry_connector.lifeline import Lifeline, unproven_epochs_max
+from support.clients import Attach, Serve, ready_link
+from support.waiting import wait_until
+
+
+def test_death_is_proven_while_an_attach_gets_no_answer(serve: Serve, client_for: Attach) -> None:
+    sidecar = serve(1)
+    client = client_for(attach_ms_max=60_000)
+    ready_link(client, 1)
+    sidecar.do(hang_up=1)
+    wait_until(lambda: sidecar.events("hung up"), "the stream is closed")
+    sidecar.stop()  # the kernel still takes connections for it
+    wait_until(lambda: client.link() is None or client.counts["attaches"] > 1, "noticed")
+    assert not client.is_dead(1)
+    sidecar.kill()
+    wait_until(lambda: client.is_dead(1), "the pidfd proves the end", deadline_s=10)
+
+
+@pytest.mark.parametrize("method", ["_pump", "_keep", "_attach", "_beat", "_handle"])
+def test_a_bug_in_the_thread_does_not_end_it(
+    serve: Serve, client_for: Attach, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    sidecar = serve(1)
+    client = client_for()
+    ready_link(client, 1)
+    raised: list[str] = []
+    original = getattr(Lifeline, method)
+
+    def sometimes(self: Lifeline, *args: Any) -> Any:
+        if len(raised) < 3:
+            raised.append(method)
+            raise KeyError(method)
+        return original(self, *args)
+
+    monkeypatch.setattr(Lifeline, method, sometimes)
+    if method in ("_keep", "_attach"):
+        sidecar.do(hang_up=1)
+    wait_until(lambda: len(raised) == 3, f"{method} has raised")
+    ready_link(client, 1)
+    sidecar.kill()
+    wait_until(lambda: client.is_dead(1), "the pidfd proves the end")
+
+
+def test_a_bug_while_nobody_answers_does_not_end_it(
+    serve: Serve, client_for: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait before the next attach watches too: a stream ends before its process."""
+    sidecar = serve(1)
+    client = client_for()
+    ready_link(client, 1)
+    raised: list[int] = []
+    original = Lifeline._pump
+
+    def without_stream(self: Lifeline, until: float) -> None:
+        if self._stream is None and not raised:
+            raised.append(1)
+            raise KeyError("a bug")
+        original(self, until)
+
+    monkeypatch.setattr(Lifeline, "_pump", without_stream)
+    sidecar.do(hang_up=1)
+    wait_until(lambda: raised, "it has raised")
+    sidecar.kill()
+    wait_until(lambda: client.is_dead(1), "the pidfd proves the end")
+
+
+def test_a_death_is_never_forgotten(serve: Serve, client_for: Attach) -> None:
+    client = client_for()
+    for epoch in range(1, 2 * unproven_epochs_max):
+        sidecar = serve(epoch)
+        ready_link(client, epoch)
+        sidecar.kill()
+        wait_until(lambda e=epoch: client.is_dead(e), "the pidfd proves the end")
+    assert all(client.is_dead(epoch) for epoch in range(1, 2 * unproven_epochs_max))
+
+
+def test_only_so_many_sidecars_are_watched() -> None:
+    """More than that cannot be without a fault: each holds the lock of the run directory."""
+    lifeline = Lifeline.__new__(Lifeline)
+    own = os.pidfd_open(os.getpid())
+    lifeline.unproven = {}
+    for epoch in range(1, unproven_epochs_max + 1):
+        lifeline._watch(epoch, os.dup(own))
+    lifeline._watch(1, os.dup(own))
+    with pytest.raises(Exception, match="end the old ones"):
+        lifeline._watch(99, own)
+    assert sorted(lifeline.unproven) == list(range(1, unproven_epochs_max + 1))
+    for fd in lifeline.unproven.values():
+        os.close(fd)
+
+
+def test_what_is_no_pidfd_proves_nothing(serve: Serve, client_for: Attach) -> None:
+    sidecar = serve(1, "--no-pidfd")
+    client = client_for()
+    wait_until(lambda: client.counts["attach_failures"] >= 2, "tries")
+    assert client.link() is None
+    assert sidecar.events("register") == []
