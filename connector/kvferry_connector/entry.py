@@ -7,7 +7,6 @@ the hook's safe answer (a miss; after a promise: a failed load on every rank).
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -24,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry_connector import vllm_compat
 from kvferry_connector.config import read_config
+from kvferry_connector.log import logger
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.scheduler_half import SchedulerHalf
 from kvferry_connector.stats import FerryStats
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger("kvferry.connector")
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -29,6 +29,11 @@ class Half:
     rank: int = -1
     fence_fd: int | None = None
 
+    @property
+    def name(self) -> str:
+        """What a log calls it."""
+        return "the scheduler" if self.role == "scheduler" else f"rank {self.rank}"
+
 
 def introduce(
     half: Half, memories: Sequence[MemoryHandle], pidfd: int

@@ -23,6 +23,7 @@ import zmq
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.half import Half, MemoryHandle, introduce, refusal_text
 from kvferry_connector.link import HotSocket, Link
+from kvferry_connector.log import LOGGER
 from kvferry_connector.stream import AttachStream
 from kvferry_connector.wire import attach
 from kvferry_connector.wire.attach import RegisterEngine, RegisterRank
@@ -30,13 +31,25 @@ from kvferry_connector.wire.codec import WireError
 from kvferry_connector.wire.names import attach_path
 from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 
-logger = logging.getLogger("kvferry.connector")
-
 backoff_s_min = 0.05
 backoff_s_max = 1.0
 hot_connect_ms_max = 1000
 unproven_epochs_max = 8
 M = TypeVar("M", attach.Welcome, attach.Registered)
+
+
+logger = logging.getLogger(LOGGER)
+
+_TEXTS = {
+    "away": "kvferry: %s has no sidecar at %s (%s): nothing is loaded or saved until one is there. "
+    "Start `kvferry serve --run-dir %s`, or correct run_dir in kv_connector_extra_config",
+    "refused": "kvferry: %s was refused by the sidecar at %s: %s. See also the log of the sidecar "
+    "in %s",
+    "registered": "kvferry: %s is registered with the sidecar at %s (%s); waiting for the other "
+    "halves in %s",
+    "ready": "kvferry: %s uses the sidecar at %s (%s); see `kvferry status --run-dir %s`",
+    "stopped": "kvferry: %s has left the sidecar at %s (%s, %s)",
+}
 
 
 class _DetachedError(Exception):
@@ -136,7 +149,7 @@ class Lifeline:
             except (_DetachedError, OSError, WireError, zmq.ZMQError) as error:
                 self._detach("away", str(error))
             except Exception:  # the thread must not end: nobody else would learn of deaths
-                logger.exception("lifeline of %s failed and starts again", self._half.role)
+                logger.exception("lifeline of %s failed and starts again", self._half.name)
                 self._detach("away", "an internal error, see above")
             self.counts["attach_failures"] += not attached
             self._rest(backoff_s)
@@ -150,7 +163,7 @@ class Lifeline:
             try:
                 self._pump(end)
             except Exception:  # as above
-                logger.exception("lifeline of %s failed while it waits", self._half.role)
+                logger.exception("lifeline of %s failed while it waits", self._half.name)
                 time.sleep(backoff_s)
 
     def _attach(self) -> None:
@@ -301,5 +314,5 @@ class Lifeline:
         if said == self._said or self._stopping:
             level = logging.DEBUG
         self._said = said
-        text = "kvferry %s half rank %d is %s: %s"
-        logger.log(level, text, self._half.role, self._half.rank, state, reason)
+        folder = self._config.run_path()
+        logger.log(level, _TEXTS[state], self._half.name, folder, reason, folder)

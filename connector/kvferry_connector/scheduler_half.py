@@ -6,7 +6,6 @@ which nothing is due makes one small object and no system call.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from kvferry_connector.client import Client
 from kvferry_connector.describe import describe_engine
 from kvferry_connector.half import Half
 from kvferry_connector.jobs import NO_EPOCH, JobOrder, Jobs, cut_tables, pack_ids
+from kvferry_connector.log import logger
 from kvferry_connector.lookup import Lookup, MakeClient
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.requests import Admission, Phase, Tracked
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from kvferry_connector.config import FerryConfig
 
-logger = logging.getLogger("kvferry.connector")
 
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "p2p": CacheHitSource.P2P}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,12 +13,13 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvferry_connector.log import logger
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-logger = logging.getLogger("kvferry.connector")
 
 SUPPORTED: tuple[tuple[int, int], ...] = ((0, 32), (0, 33))
 _SLEEP_SINCE = (0, 33)  # un- and re-registration of KV memory around sleep

@@ -7,7 +7,6 @@ the job and never will take it. No time-out reports anything.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -21,6 +20,7 @@ from kvferry_connector.describe import describe_rank
 from kvferry_connector.export import FencePage, KvMemory
 from kvferry_connector.half import Half
 from kvferry_connector.jobs import JobOrder, Report
+from kvferry_connector.log import logger
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvferry_connector.config import FerryConfig
     from kvferry_connector.link import Link
 
-logger = logging.getLogger("kvferry.connector")
 
 acks_max = 1024  # per message
 _SWEEP_S = 0.01  # between two looks at every open job, while the link holds

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from kvferry_connector.client import Client, Half, Link, MemoryHandle
+from kvferry_connector.log import LOGGER, logger
 from kvferry_connector.wire import attach, hot
 from kvferry_connector.wire.names import FENCE_PAGE_BYTES, NO_VERSION
 from support import forking_half
@@ -133,7 +134,8 @@ def test_stale_and_foreign_frames_are_dropped(serve: Serve, client_for: Attach) 
 def test_a_refusal_is_kept_logged_once_and_retried(
     flag: str, code: str, serve: Serve, client_for: Attach, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvferry.connector")
+    caplog.set_level(logging.INFO, LOGGER)
+    logger.addHandler(caplog.handler)  # vLLM's loggers do not propagate to the root
     sidecar = serve(1, flag)
     client = client_for()
     wait_until(lambda: client.counts["refusals"] >= 2, "refused twice")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from kvferry_connector import config as module
 from kvferry_connector.config import ConfigError, FerryConfig, read_config
+from support.sources import ROOT
 
 
 def test_defaults() -> None:
@@ -67,3 +69,17 @@ def test_the_default_run_dir_is_the_nodes_else_the_users(
     assert FerryConfig().run_path() == Path(f"/tmp/kvferry-{os.getuid()}")
     monkeypatch.setattr(module, "_SYSTEM_RUN_DIR", tmp_path)
     assert FerryConfig().run_path() == tmp_path
+
+
+def test_the_documentation_lists_every_setting_with_its_default() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text().partition("## Connector settings")[2]
+    rows = {
+        cells[1].strip(" `"): cells[2].strip(" `")
+        for line in text.splitlines()
+        if line.startswith("| `") and (cells := line.split("|"))
+    }
+    defaults = msgspec.structs.asdict(FerryConfig())
+    assert rows == {
+        name: str(value).lower() if isinstance(value, bool) else str(value) or '""'
+        for name, value in defaults.items()
+    }
