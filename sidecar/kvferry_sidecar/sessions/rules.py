@@ -72,9 +72,10 @@ def save_rule_of(rules: Rules, group: RankGroup) -> str:
     """Return what the engine should name of a group in a save (see wire.attach.Registered)."""
     rule = rules.groups[group.group]
     sparse = rule.stored and rule.kind in WINDOWED and rules.retention == 0
-    if not sparse or rules.alignment % rule.block:
+    # With EAGLE the boundaries lie elsewhere: the engine names all it holds, the mask decides.
+    if not sparse or rules.alignment % rule.block or rules.eagle_ids:
         return group.save_rule
-    return f"tail:{rule.window_blocks(eagle=rules.eagle_by_group[group.group])}"
+    return f"tail:{rule.window_blocks(eagle=False)}"
 
 
 def _group_rule(group: RankGroup) -> GroupRule:
