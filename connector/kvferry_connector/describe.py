@@ -42,6 +42,7 @@ _KINDS: dict[str, str] = {
     "HiSparseResidentSpec": "hisparse",
     "UniformTypeKVCacheSpecs": "uniform",
 }
+_WINDOWED = frozenset({"swa", "swa-mla"})
 # Moves pages about, changes no byte inside one.
 _NOT_CONTENT = frozenset({"block_stride_alignment", "page_size_padded", "kv_cache_specs"})
 
@@ -57,6 +58,7 @@ def describe_engine(
     ``ranks`` are not known yet.
     """
     scheduler_tokens, hash_tokens = block_sizes(vllm_config, kv_cache_config)
+    drafter = vllm_config.speculative_config
     return RegisterEngine(
         life=life,
         version=NO_VERSION,
@@ -65,6 +67,9 @@ def describe_engine(
         scheduler_block_tokens=scheduler_tokens,
         alignment_tokens=kv_cache_config.cache_hit_alignment_tokens or scheduler_tokens,
         load_failure_policy=vllm_config.kv_transfer_config.kv_load_failure_policy,
+        retention_tokens=kv_cache_config.prefix_cache_retention_interval,
+        use_eagle=drafter is not None and bool(drafter.use_eagle_block_drop()),
+        reprefill_tokens=max(0, vllm_config.num_prefill_lookahead_tokens - 1),
     )
 
 
@@ -148,6 +153,7 @@ def describe_groups(
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         kind, detail = spec_kind(spec)
+        window = spec.sliding_window if kind in _WINDOWED else 0
         if group.host_resident or group.role.value != "default":
             kind, detail = "hisparse", f"role {group.role.value}"
         layers = sorted(group.layer_names)
@@ -167,6 +173,9 @@ def describe_groups(
                 cacheable=number in cacheable,
                 eagle=bool(group.is_eagle_group),
                 detail=detail,
+                window_tokens=window,
+                window_extra_tokens=vllm_compat.window_extra(spec) if window else 0,
+                chunk_tokens=spec.attention_chunk_size if kind == "chunked" else 0,
             )
         )
     return groups

@@ -38,8 +38,8 @@ _OPTIONS = {
 class Link:
     """What is agreed with the sidecar of one epoch; a value, safe to keep and to compare.
 
-    ``save_rules`` has one of "all", "hand-offs", "none" per group; ``ready`` is latched once all
-    local ranks of the session are registered.
+    ``save_rules`` per group as in wire.attach.Registered; ``ready`` is latched once all local
+    ranks of the session are registered.
     """
 
     epoch: int
@@ -56,8 +56,15 @@ class Link:
 
     @functools.cached_property
     def stored_groups(self) -> tuple[int, ...]:
-        """The groups that are stored whole, block by block."""
-        return tuple(group for group, rule in enumerate(self.save_rules) if rule == "all")
+        """The groups that are stored block by block, whole or in part."""
+        stored = ("all", "held", "tail:")
+        return tuple(g for g, rule in enumerate(self.save_rules) if rule.startswith(stored))
+
+    @functools.cached_property
+    def tails(self) -> dict[int, int]:
+        """Of the groups stored near boundaries only, how many blocks before each."""
+        rules = enumerate(self.save_rules)
+        return {g: int(rule[5:]) for g, rule in rules if rule.startswith("tail:")}
 
 
 class HotSocket:

@@ -193,6 +193,7 @@ class EngineRequest(Protocol):
     num_preemptions: int
     block_hashes: Sequence[bytes]
     skip_reading_prefix_cache: bool
+    shared_prefix_boundary: int
 
     @property
     def num_tokens(self) -> int:
@@ -204,7 +205,8 @@ class Tracked:
     """One request of the engine.
 
     ``saved_tokens``: saved so far (or known to be stored); ``due``: its entry in the queue of
-    saves.py, 0 for none; ``groups``: the KV cache groups that its load writes whole.
+    saves.py, 0 for none; ``prefill_tokens``: what it computes before it decodes; ``groups``: the
+    KV cache groups that its load writes.
     """
 
     request: EngineRequest
@@ -212,4 +214,5 @@ class Tracked:
     preemptions: int
     saved_tokens: int = 0
     due: int = 0
+    prefill_tokens: int = 0
     groups: tuple[int, ...] = ()

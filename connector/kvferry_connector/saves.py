@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Saver:
     """Orders saves of whole scheduler blocks (S tokens in all stored groups) as they complete.
 
-    ``link`` returns the sidecar's link when it may be given work; ``unsettled_tokens`` at the end
-    of what is computed are still rewritten (multi-module MTP); ``count(name)`` takes events.
+    ``link`` returns the sidecar's link when it may be given work; ``count(name)`` takes events.
+    A sliding window's blocks are saved in the step that fills them: one step later they are null.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Saver:
         engine: RegisterEngine,
         *,
         block_tokens: Sequence[int],
-        unsettled_tokens: int,
         count: Callable[..., None],
     ) -> None:
         self._jobs, self._link, self._count = jobs, link, count
         self._block_tokens = block_tokens
         self._unit_tokens = engine.scheduler_block_tokens
         self._hash_tokens = engine.hash_block_tokens
+        self._align_tokens = engine.alignment_tokens
         self._life = engine.life
-        self._unsettled_tokens = unsettled_tokens
+        self._unsettled_tokens = engine.reprefill_tokens
         self.manager: KVCacheManager | None = None  # its tables name the blocks of a request
         self._elapsed = self._serial = 0
         # Heap of (due_at, serial, request); void unless the request's ``due`` is the serial.
@@ -57,6 +57,7 @@ class Saver:
         """The request holds KV from now on. What the store has of it is not saved again."""
         stored = tracked.admission.stored_tokens // self._unit_tokens * self._unit_tokens
         tracked.saved_tokens = max(tracked.saved_tokens, stored)
+        tracked.prefill_tokens = tracked.request.num_tokens
         self._plan(tracked, self._elapsed)
 
     def drop(self, tracked: Tracked) -> None:
@@ -97,8 +98,7 @@ class Saver:
             link = self._link()
             if link is None or not link.stored_groups:
                 return unit  # what is missed now is saved then: the request keeps its blocks
-            blocks_per_unit = sum([unit // self._block_tokens[g] for g in link.stored_groups])
-            fits = start + self._jobs.room // blocks_per_unit * unit
+            fits = self._fitting(tracked, start, end, link)
             if fits < end:
                 self._count("pinned_blocks_max")
                 end = fits
@@ -107,18 +107,58 @@ class Saver:
             self._order(tracked, end, link, step)
         return max(1, tracked.saved_tokens + unit - known)
 
+    def _fitting(self, tracked: Tracked, start: int, end: int, link: Link) -> int:
+        """Return how far the span's blocks may be pinned, in whole units."""
+        room, unit = self._jobs.room, self._unit_tokens
+        blocks_per_unit = 0
+        for group in link.stored_groups:
+            tail = link.tails.get(group)
+            if tail is None:
+                blocks_per_unit += unit // self._block_tokens[group]
+            else:
+                room -= sum(map(len, self._kept(tracked, group, tail, start, end)))
+        if room < 0:
+            return start
+        return start + room // blocks_per_unit * unit if blocks_per_unit else end
+
+    def _kept(self, tracked: Tracked, group: int, tail: int, start: int, end: int) -> list[range]:
+        """Return the chunks in (start, end] within ``tail`` of where a request can resume."""
+        size, align = self._block_tokens[group], self._align_tokens
+        boundaries = (tracked.prefill_tokens - 1, tracked.request.shared_prefix_boundary)
+        last_chunks = [tokens // align * align // size for tokens in boundaries]
+        first, last = start // size, end // size
+        return [range(max(first, chunk - tail), min(last, chunk)) for chunk in last_chunks]
+
+    def _tables(
+        self, tracked: Tracked, start: int, end: int, link: Link
+    ) -> tuple[list[hot.TableSlice], list[int]]:
+        """Return slices and block ids of the span; 0 for what is not kept, or is no more."""
+        # The manager's own table: block state's get_block_ids would copy all of it for one chunk.
+        name = tracked.request.request_id
+        table = self.manager.get_blocks(name).blocks if self.manager else ()
+        whole = [group for group in link.stored_groups if group not in link.tails]
+        slices, ids = cut_tables(table, self._block_tokens, whole, start, end)
+        for group, tail in link.tails.items():
+            size = self._block_tokens[group]
+            first, count = start // size, end // size - start // size
+            kept = [0] * count
+            for chunks in self._kept(tracked, group, tail, start, end):
+                for chunk in chunks:
+                    kept[chunk - first] = table[group][chunk].block_id
+            slices.append(hot.TableSlice(group, first, count))
+            ids += kept
+        return slices, ids
+
     def _order(self, tracked: Tracked, end: int, link: Link, step: int) -> None:
         request, start = tracked.request, tracked.saved_tokens
         tracked.saved_tokens = end
-        # The manager's own table: block state's get_block_ids would copy all of it for one chunk.
-        table = self.manager.get_blocks(request.request_id).blocks if self.manager else ()
-        slices, ids = cut_tables(table, self._block_tokens, link.stored_groups, start, end)
-        if 0 in ids:
-            self._count("saves_of_null")  # nobody's block: never the end of a copy
+        slices, ids = self._tables(tracked, start, end, link)
+        blocks = [block for block in ids if block]  # never null: nobody's block
+        if not blocks:
             return
         first, last = start // self._hash_tokens, end // self._hash_tokens
         hashes = request.block_hashes[first:last]
-        job = self._jobs.open_save(ids)
+        job = self._jobs.open_save(blocks)
         # In the list at once, so that abandon() finds its pins whatever happens below.
         self.orders.append(JobOrder(job, request.request_id, link.epoch, b"", ()))
         message = hot.SaveJob(
@@ -133,6 +173,8 @@ class Saver:
             first_hash=first,
             hash_bytes=len(hashes[0]),
             tables=slices,
+            prefill_tokens=tracked.prefill_tokens,
+            junction_tokens=request.shared_prefix_boundary,
         )
         frames = (pack_ids(ids), b"".join(hashes))
         self.orders[-1] = self.orders[-1]._replace(body=encode_job(message), frames=frames)

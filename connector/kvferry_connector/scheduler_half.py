@@ -63,6 +63,9 @@ class SchedulerHalf:
         self._version = self._engine.version
         self._world_size = int(vllm_config.parallel_config.world_size)
         self._block_tokens = [s.block_size * (dcp if s.dcp_sharded else 1) for s in specs]
+        # Of these, more blocks are allocated than a load writes.
+        extra = [getattr(spec, "extra_retained_tokens", 0) for spec in specs]
+        self._partly = {group for group, tokens in enumerate(extra) if tokens}
         self.stats = FerryStats()
         self._jobs = Jobs(self._world_size, config.pins_max(kv_cache_config.num_blocks))
         self._lookup = Lookup(config, self._engine, self.stats.count)
@@ -71,7 +74,6 @@ class SchedulerHalf:
             self._lookup.link,
             self._engine,
             block_tokens=self._block_tokens,
-            unsettled_tokens=max(0, vllm_config.num_prefill_lookahead_tokens - 1),
             count=self.stats.count,
         )
         self._requests: dict[str, Tracked] = {}
@@ -259,7 +261,7 @@ class SchedulerHalf:
     def loaded_groups(self, request: Request) -> tuple[int, ...]:
         """Return the groups whose every destination block the load writes; stable over retries."""
         tracked = self._requests.get(request.request_id)
-        return () if tracked is None else tracked.groups
+        return () if tracked is None else tuple(g for g in tracked.groups if g not in self._partly)
 
     def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
         """Split ``external_tokens`` by the tier that supplies them."""

@@ -31,6 +31,15 @@ class UnsupportedEngineError(Exception):
     """This engine, or a setting of it, cannot be served; the text says why and what to change."""
 
 
+def window_extra(spec: Any) -> int:
+    """Return how far below its window a hit must find a sliding window's blocks.
+
+    0.32 allocates blocks for the re-prefill of several MTP modules there and leaves them
+    unwritten; since 0.33 they belong to the window.
+    """
+    return int(spec.extra_retained_tokens) if minor_version(ENGINE_VERSION) >= (0, 33) else 0
+
+
 def minor_version(text: str) -> tuple[int, int]:
     """Return (major, minor). Raises UnsupportedEngineError outside the supported range."""
     parts = text.split(".")

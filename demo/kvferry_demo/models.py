@@ -13,7 +13,7 @@ from pathlib import Path
 VOCABULARY = 1024
 CONTEXT_TOKENS = 8192
 
-Value = str | int | float | bool | None | list[str]
+Value = str | int | float | bool | None | list[str] | list[int] | Mapping[str, float | bool | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,16 @@ def _decoder(architecture: str, model_type: str, **own: Value) -> dict[str, Valu
     return common | own
 
 
+WINDOW_TOKENS = 128  # of sliding windows: one block of the CPU backend
+CHUNK_TOKENS = 256
+
+
+def _layers(pattern: str) -> list[str]:
+    """Return a config's layer_types: "s" sliding, "c" chunked local, "f" full attention."""
+    names = {"s": "sliding_attention", "c": "chunked_attention", "f": "full_attention"}
+    return [names[letter] for letter in pattern]
+
+
 MODELS: Mapping[str, TinyModel] = {
     "llama": TinyModel(
         about="one group of full attention",
@@ -58,6 +68,67 @@ MODELS: Mapping[str, TinyModel] = {
     "qwen3": TinyModel(
         about="one group of full attention, normalised queries and keys",
         config=_decoder("Qwen3ForCausalLM", "qwen3"),
+    ),
+    "mistral_swa": TinyModel(
+        about="one group of sliding windows, no full attention at all",
+        config=_decoder("MistralForCausalLM", "mistral", sliding_window=WINDOW_TOKENS),
+    ),
+    "gptoss": TinyModel(
+        about="sliding windows and full attention, layer by layer",
+        config=_decoder(
+            "GptOssForCausalLM",
+            "gpt_oss",
+            head_dim=64,
+            attention_bias=True,
+            sliding_window=WINDOW_TOKENS,
+            layer_types=_layers("sfsf"),
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_theta=150000.0,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
+    ),
+    "llama4": TinyModel(
+        about="three groups of chunked local attention and one of full attention",
+        config=_decoder(
+            "Llama4ForCausalLM",
+            "llama4_text",
+            attention_chunk_size=CHUNK_TOKENS,
+            layer_types=_layers("cccf"),
+            no_rope_layers=[1, 1, 1, 0],
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            moe_layers=[0, 1, 2, 3],
+            interleave_moe_layer_step=1,
+            intermediate_size_mlp=128,
+            use_qk_norm=True,
+            attn_temperature_tuning=False,
+            for_llm_compressor=False,
+            rope_theta=500000.0,
+        ),
+    ),
+    "gemma4": TinyModel(
+        about="sliding windows and full attention with different block sizes",
+        config=_decoder(
+            "Gemma4ForCausalLM",
+            "gemma4_text",
+            num_hidden_layers=6,
+            layer_types=_layers("ssfssf"),
+            sliding_window=WINDOW_TOKENS,
+            global_head_dim=64,
+            hidden_activation="gelu_pytorch_tanh",
+            num_kv_shared_layers=0,
+            hidden_size_per_layer_input=0,
+            vocab_size_per_layer_input=VOCABULARY,
+            tie_word_embeddings=True,
+        ),
     ),
 }
 DEFAULT_MODEL = "llama"

@@ -139,6 +139,13 @@ class Sidecar(Child):
         document: dict[str, Any] = json.loads(answer.stdout)
         return document
 
+    def loaded_bytes(self) -> int:
+        """Return the bytes loaded into engines so far. Raises ChildError without an answer."""
+        document = self.try_status()
+        if document is None:
+            raise ChildError(f"the sidecar does not answer:\n{self.tail()}")
+        return int(document["pipeline"]["ledger"]["loaded_bytes"])
+
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         unlink_pool(self.pool_name)

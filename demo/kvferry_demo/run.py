@@ -90,39 +90,44 @@ def _measure(model: str, model_dir: Path, prompts: list[Prompt], folder: Path) -
     with Sidecar(run_dir, log, pool_name=pool, pool_bytes=POOL_BYTES) as sidecar:
         sidecar.wait_ready()
         _say(f"first engine process ({model}): computes and saves")
-        cold, _ = _engine_life(setup, prompts, folder / "first.log")
+        cold = _engine_life(setup, prompts, folder / "first.log", sidecar)
         _say("second engine process: the same prompts")
-        warm, token_bytes = _engine_life(setup, prompts, folder / "second.log")
+        warm = _engine_life(setup, prompts, folder / "second.log", sidecar)
     rows = [
         Row(
             tokens=one.prompt_tokens,
             hit_tokens=two.hit_tokens,
-            bytes=two.hit_tokens * token_bytes,
+            bytes=loaded_bytes,
             ttft_cold_ms=round(one.ttft_ms, 3),
             ttft_warm_ms=round(two.ttft_ms, 3),
             identical=one.output == two.output,
         )
-        for one, two in zip(cold, warm, strict=True)
+        for (one, _), (two, loaded_bytes) in zip(cold, warm, strict=True)
     ]
     return Report(model, rows)
 
 
 def _engine_life(
-    setup: protocol.EngineSetup, prompts: list[Prompt], log: Path
-) -> tuple[list[protocol.Result], int]:
-    """Start an engine, run the prompts one after the other, let it save, and end it."""
-    results: list[protocol.Result] = []
+    setup: protocol.EngineSetup, prompts: list[Prompt], log: Path, sidecar: Sidecar
+) -> list[tuple[protocol.Result, int]]:
+    """Start an engine, run the prompts one after the other, let it save, and end it.
+
+    Returns each prompt's result and the bytes loaded for it.
+    """
+    results: list[tuple[protocol.Result, int]] = []
     with Engine(setup, log.parent, log) as engine:
-        token_bytes = engine.wait_ready().token_bytes
+        engine.wait_ready()
         engine.wait_attached()
         # Code paths that run for the first time would be counted as time to first token.
         engine.generate(protocol.Ask("warm-up", [1] * 600, OUTPUT_TOKENS))
         for number, prompt in enumerate(prompts):
             ask = protocol.Ask(f"prompt-{number}", list(prompt.tokens), OUTPUT_TOKENS)
-            results += engine.generate(ask)
+            before = sidecar.loaded_bytes()
+            (result,) = engine.generate(ask)
+            results.append((result, sidecar.loaded_bytes() - before))
         engine.settle()
         engine.quit()
-    return results, token_bytes
+    return results
 
 
 def _table(report: Report, prompts: list[Prompt]) -> str:
@@ -137,8 +142,9 @@ def _table(report: Report, prompts: list[Prompt]) -> str:
             f"  {'identical' if row.identical else 'DIFFERS'}"
         )
     lines.append("cold/warm ms: time to the first token, first and second engine process;")
-    lines.append("hit tokens: from kvferry. A prompt that begins like an earlier one has that part")
-    lines.append("in vLLM's own cache, in both processes.")
+    lines.append("hit tokens, bytes: from kvferry; of sliding windows only the end is loaded.")
+    lines.append("A prompt that begins like an earlier one has that part in vLLM's own cache, in")
+    lines.append("both processes.")
     return "\n".join(lines)
 
 

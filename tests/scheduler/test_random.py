@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.scheduler_harness import SchedulerUnderTest
+from support.scheduler_harness import SchedulerUnderTest, chunked, full, swa
 
+MODELS: list[Sequence[Any]] = [
+    [full(16)],
+    [full(16), full(32)],
+    [full(16), swa(16, 40)],
+    [full(32), swa(16, 70), swa(32, 33)],
+    [full(16), chunked(16, 64)],
+    [swa(16, 50)],
+]
 CORPUS = [list(range(base, base + 260)) for base in (10, 300)]
 
 
@@ -38,15 +48,16 @@ def _disturb(engine: SchedulerUnderTest, rng: random.Random) -> None:
     node.load_steps, node.save_steps = rng.randint(0, 6), rng.randint(0, 12)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_lives(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     engine = SchedulerUnderTest(
         tmp_path,
-        (16,) if seed % 2 else (16, 32),
+        specs=MODELS[seed % len(MODELS)],
+        retention=rng.choice([0, 0, None]),
         num_blocks=rng.choice([40, 80]),
-        asynchronous=seed % 3 == 0,
-        v2_runner=seed % 4 == 0,
+        asynchronous=rng.random() < 0.4,
+        v2_runner=rng.random() < 0.3,
         pinned_blocks_max=rng.choice([0, 6, 40]),
         probe_ms_max=rng.choice([0, 5, 100]),
         lookup_wait_us_max=0,

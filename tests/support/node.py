@@ -26,7 +26,7 @@ from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.loop import Loop
 from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.liveness import Liveness
-from kvferry_sidecar.sessions.model import Peer, RankGeometry, Session
+from kvferry_sidecar.sessions.model import Peer, RankGeometry, RankGroup, Session
 from kvferry_sidecar.sessions.registry import Registry
 from kvferry_sidecar.transport import Transport
 from support.memory import sealed_memfd
@@ -73,13 +73,27 @@ class RecordingPipeline:
 
 
 def validate(register: RegisterRank, memories: object) -> RankGeometry | list[attach.FieldRefusal]:
-    """Stand in for geometry validation: the digest covers identity and layout only."""
+    """Stand in for geometry validation: no layouts, a digest over identity and layout only."""
     if register.layout == "bad":
         return [attach.FieldRefusal("layout", "bad", "HND", "use HND")]
     facts = repr((sorted(register.identity.items()), register.layout)).encode()
     return RankGeometry(
         serial=register.serial,
-        groups=(),
+        groups=tuple(
+            RankGroup(
+                group=one.group,
+                kind=one.kind,
+                block_tokens=one.block_tokens,
+                hashes_per_block=1,
+                layout=None,
+                payload_bytes=0,
+                num_blocks=register.num_blocks,
+                save_rule="all" if one.kind == "full" else "held",
+                window_tokens=one.window_tokens,
+                chunk_tokens=one.chunk_tokens,
+            )
+            for one in register.groups
+        ),
         identity=register.identity,
         digest=hashlib.blake2b(facts, digest_size=16).digest(),
         hash_block_tokens=register.hash_block_tokens,

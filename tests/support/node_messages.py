@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry_connector.wire.attach import RegisterEngine, RegisterRank, Shard
+from kvferry_connector.wire.attach import Group, RegisterEngine, RegisterRank, Shard
 
 LIFE = bytes(range(16))
 VERSION = bytes(16)
@@ -32,7 +32,7 @@ def rank_registration(rank: int = 0, **changes: object) -> RegisterRank:
         "identity": {"model": "tiny", "hash_seed": "0"},
         "num_blocks": 8,
         "layout": "HND",
-        "groups": [],
+        "groups": [Group(0, "full", 16, {}, ["l0"])],
         "placements": [],
         "hash_block_tokens": 16,
     }

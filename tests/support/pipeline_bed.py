@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from kvferry_connector.wire.codec import encode_job
@@ -98,24 +101,30 @@ def make_engine(
     first_generation: int = 1,
     life: bytes = b"L" * 16,
     save_rule: str = "all",
+    kinds: Sequence[dict[str, Any]] = (),
+    retention: int | None = 0,
 ) -> Engine:
+    """``kinds``: fields of each group's RankGroup; without them, ``groups`` of full attention."""
+    kinds = kinds or [{"save_rule": save_rule}] * groups
+    blocks = [kind.get("block_tokens", BLOCK) for kind in kinds]
+    step = math.lcm(*blocks)
     session = Session(
         SessionKey(name, "i"),
         life=life,
         version=NO_VERSION,
         ranks=tuple(range(ranks)),
-        scheduler_block_tokens=BLOCK,
-        alignment_tokens=BLOCK,
+        scheduler_block_tokens=step,
+        alignment_tokens=step,
+        retention_tokens=retention,
         ready=True,
         namespaces={NO_VERSION: b"n" * 16},
     )
     scheduler = Peer(session, "scheduler", -1, first_generation, b"", 1, 0, 0)
     session.scheduler = scheduler
-    layouts = {(r, g): FakeLayout(num_blocks) for r in range(ranks) for g in range(groups)}
+    layouts = {(r, g): FakeLayout(num_blocks) for r in range(ranks) for g in range(len(kinds))}
     for rank in range(ranks):
         rank_groups = tuple(
-            RankGroup(g, "full", BLOCK, 1, layouts[rank, g], 1024, num_blocks, save_rule)
-            for g in range(groups)
+            _rank_group(g, layouts[rank, g], num_blocks, kind) for g, kind in enumerate(kinds)
         )
         session.workers[rank] = Peer(
             session,
@@ -130,6 +139,18 @@ def make_engine(
             geometry=RankGeometry(1, rank_groups, {}, b"d", BLOCK),
         )
     return Engine(session, scheduler, list(session.workers.values()), layouts)
+
+
+def _rank_group(group: int, layout: FakeLayout, num_blocks: int, kind: dict[str, Any]) -> RankGroup:
+    fields = {"kind": "full", "block_tokens": BLOCK, "save_rule": "all"} | kind
+    return RankGroup(
+        group=group,
+        layout=layout,
+        payload_bytes=1024,
+        num_blocks=num_blocks,
+        hashes_per_block=fields["block_tokens"] // BLOCK,
+        **fields,
+    )
 
 
 @dataclass

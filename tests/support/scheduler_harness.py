@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from kvferry_connector.config import read_config
+from kvferry_connector.describe import spec_kind
 from kvferry_connector.entry import FerryConnector
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
+from kvferry_sidecar.masks.load import load_mask
+from kvferry_sidecar.sessions.model import RankGroup
 from support.scripted_node import ScriptedNode
 from vllm.config import (
     CacheConfig,
@@ -35,7 +38,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -56,6 +65,38 @@ MODEL = {
     "bos_token_id": 2,
 }
 BATCHES_IN_FLIGHT = 2  # of the asynchronous scheduler
+
+
+def swa(block: int, window: int, **fields: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float16,
+        sliding_window=window, **fields,
+    )  # fmt: skip
+
+
+def chunked(block: int, chunk: int) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float16,
+        attention_chunk_size=chunk,
+    )  # fmt: skip
+
+
+def _rank_group(number: int, spec: Any) -> RankGroup:
+    """The group as the sidecar has it after registration."""
+    kind, _ = spec_kind(spec)
+    return RankGroup(
+        group=number,
+        kind=kind,
+        block_tokens=spec.block_size,
+        hashes_per_block=1,
+        layout=None,
+        payload_bytes=0,
+        num_blocks=0,
+        save_rule="all" if kind == "full" else "held",
+        window_tokens=getattr(spec, "sliding_window", None) or 0,
+        chunk_tokens=getattr(spec, "attention_chunk_size", None) or 0,
+        spec=repr(spec),
+    )
 
 
 def full(block: int) -> FullAttentionSpec:
@@ -82,8 +123,11 @@ class SchedulerUnderTest:
     def __init__(
         self, folder: Path, blocks: Sequence[int] = (16,), *, num_blocks: int = 64,
         batch: int = 64, policy: str = "recompute", asynchronous: bool = False,
-        v2_runner: bool = False, **extra: Any,
+        v2_runner: bool = False, specs: Sequence[Any] = (), retention: int | None = 0,
+        **extra: Any,
     ) -> None:  # fmt: skip
+        specs = specs or [full(block) for block in blocks]
+        blocks = [spec.block_size for spec in specs]
         vllm_config = make_config(
             folder, block_size=blocks[0], batch=batch, policy=policy,
             asynchronous=asynchronous, extra={"run_dir": str(folder), **extra},
@@ -94,14 +138,16 @@ class SchedulerUnderTest:
             num_blocks=num_blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                KVCacheGroupSpec([f"layer.{number}"], full(block))
-                for number, block in enumerate(blocks)
+                KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)
             ],
+            prefix_cache_retention_interval=retention,
         )
         vllm_config.cache_config.num_gpu_blocks = num_blocks
         self.unit, self.hash_tokens = resolve_kv_cache_block_sizes(kv_config, vllm_config)
         self.blocks = list(blocks)
-        self.node = ScriptedNode(self.blocks, self.hash_tokens)
+        self.node = ScriptedNode(
+            [_rank_group(number, spec) for number, spec in enumerate(specs)], self.hash_tokens
+        )
         self._hasher = get_request_block_hasher(self.hash_tokens, sha256_cbor)
         scheduler_class = AsyncScheduler if asynchronous else Scheduler
         self.scheduler = scheduler_class(
@@ -253,10 +299,16 @@ class SchedulerUnderTest:
         for name, part in parts.items():
             hashes = self.requests[name].block_hashes
             for group, block in enumerate(self.blocks):
+                rule = self.node.rules.groups[group]
+                mask = load_mask(rule, total_tokens=part.start)
                 for chunk, block_id in enumerate(part.table[group]):
                     last = (chunk + 1) * block
                     if last > part.end or last // self.hash_tokens > len(hashes):
                         break
+                    if block_id == 0:  # it left the window
+                        assert last <= part.start
+                        assert not mask[chunk], (name, group, chunk)
+                        continue
                     name_of = (group, hashes[last // self.hash_tokens - 1])
                     if last <= part.start:
                         assert self.node.content.get(block_id) == name_of, (name, group, chunk)
@@ -265,7 +317,7 @@ class SchedulerUnderTest:
 
     def _check_pins(self) -> None:
         for running in self.node.running:
-            for block_id in _block_ids(running.order.frames):
+            for block_id in filter(None, _block_ids(running.order.frames)):
                 block = self.pool.blocks[block_id]
                 assert not block.is_null
                 assert block.ref_cnt > 0, f"{running.job} reads free block {block_id}"

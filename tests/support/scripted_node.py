@@ -3,7 +3,8 @@
 It stands where ``Client`` stands in the scheduler half, answers from a store of keys, and runs
 the jobs of each step against a model of KV memory: the content of a block is the prefix hash of
 the chunk it holds. A wrong block id, a wrong table index, a block read after its reuse or a load
-into somebody else's block all show as a wrong content.
+into somebody else's block all show as a wrong content. What is kept, hit and loaded of each group
+is the sidecar's own answer (its masks are proven against vLLM elsewhere).
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from kvferry_connector.link import Link
 from kvferry_connector.meta import FerryMetadata
 from kvferry_connector.wire import codec, hot
 from kvferry_connector.wire.attach import RegisterEngine
+from kvferry_sidecar.masks.load import needed_chunks
+from kvferry_sidecar.masks.rules import Refused, Rules, check
+from kvferry_sidecar.masks.search import find_hit
+from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
+from kvferry_sidecar.sessions.model import RankGeometry, RankGroup
+from kvferry_sidecar.sessions.rules import rules_of, save_rule_of
 
 Key = tuple[bytes, int, bytes]  # version, group, prefix hash at the chunk's end
 Content = tuple[int, bytes]
@@ -56,9 +63,10 @@ class StepEnd:
 class ScriptedNode:
     """Set the public attributes to script it; ``messages`` holds all that was sent to it."""
 
-    def __init__(self, block_tokens: list[int], hash_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self, groups: list[RankGroup], hash_tokens: int) -> None:
+        self._groups = groups
         self._hash_tokens = hash_tokens
+        self.rules: Rules | None = None  # from the registration on
         self.epoch = 1
         self.away = False
         self.ready = True
@@ -80,6 +88,7 @@ class ScriptedNode:
         self.registration: RegisterEngine | None = None
         self.running: list[Running] = []
         self.saved: Counter[Key] = Counter()
+        self.lost: Counter[Key] = Counter()  # kept by the mask, but null by then
         self.jobs: list[hot.Job] = []
         self.closed = False
 
@@ -87,6 +96,9 @@ class ScriptedNode:
 
     def __call__(self, config: Any, half: Any, registration: RegisterEngine) -> ScriptedNode:
         self.registration = registration
+        geometry = RankGeometry(1, tuple(self._groups), {}, b"", self._hash_tokens)
+        self.rules = rules_of(registration, geometry)
+        assert not isinstance(check(self.rules), Refused), check(self.rules)
         return self
 
     def start(self) -> None:
@@ -98,7 +110,8 @@ class ScriptedNode:
     def link(self) -> Link | None:
         if self.away:
             return None
-        rules = tuple("all" for _ in self._block_tokens)
+        assert self.rules is not None
+        rules = tuple(save_rule_of(self.rules, group) for group in self._groups)
         return Link(self.epoch, 7, 1, rules, ready=self.ready)
 
     def silent(self) -> bool:
@@ -153,7 +166,7 @@ class ScriptedNode:
             if known is None:
                 self.inbox.append(hot.NeedFull(ask.admission))
                 continue
-            hit = min(self._hit(known), ask.max_tokens)
+            hit = self._hit(known, ask.max_tokens)
             known.leased_tokens = hit if hit > ask.local_tokens else 0
             tiers = {"host": hit - ask.local_tokens} if known.leased_tokens else {}
             self.inbox.append(hot.Answer(ask.admission, ask.seq, hit, tiers))
@@ -166,22 +179,27 @@ class ScriptedNode:
         assert probe.start == 0
         self.known[probe.admission] = known = Known(probe, hashes)
         if self.hints:
-            self.inbox.append(hot.Hint(probe.admission, self._hit(known), probe.total))
+            hit = self._hit(known, probe.num_tokens)
+            self.inbox.append(hot.Hint(probe.admission, hit, probe.total))
 
-    def _hit(self, known: Known) -> int:
-        """The longest prefix, in steps of all groups, that is complete in every group."""
-        unit = int(np.lcm.reduce(self._block_tokens))
-        hit = 0
-        while hit + unit <= len(known.hashes) * self._hash_tokens:
-            keys = [
-                (known.probe.version, group, known.hashes[end // self._hash_tokens - 1])
-                for group, block in enumerate(self._block_tokens)
-                for end in range(hit + block, hit + unit + 1, block)
-            ]
-            if not self.store.issuperset(keys):
-                break
-            hit += unit
-        return hit
+    def _hit(self, known: Known, max_tokens: int) -> int:
+        assert self.rules is not None
+        present = [
+            np.array(
+                [
+                    (known.probe.version, group.group, self._name(known.hashes, group, chunk))
+                    in self.store
+                    for chunk in range(len(known.hashes) * self._hash_tokens // group.block_tokens)
+                ],
+                dtype=np.bool_,
+            )
+            for group in self._groups
+        ]
+        return find_hit(self.rules, present, max_tokens=max_tokens).tokens
+
+    def _name(self, hashes: list[bytes], group: RankGroup, chunk: int, first: int = 0) -> bytes:
+        """The prefix hash at a chunk's end; ``hashes`` begin with number ``first``."""
+        return hashes[(chunk + 1) * group.block_tokens // self._hash_tokens - 1 - first]
 
     # --- the workers -------------------------------------------------------------------------
 
@@ -228,20 +246,50 @@ class ScriptedNode:
         else:
             hashes, first = self.known[job.admission].hashes, 0
         for table in job.tables:
-            block_tokens = self._block_tokens[table.group]
-            for chunk, block in zip(
-                range(table.start, table.start + table.count),
-                itertools.islice(ids, table.count),
-                strict=True,
-            ):
-                assert block != 0, "the null block is never the end of a copy"
-                name = hashes[(chunk + 1) * block_tokens // self._hash_tokens - 1 - first]
-                if isinstance(job, hot.SaveJob):
-                    assert self.content.get(block) == (table.group, name), (job, chunk, block)
-                    self.store.add((job.version, table.group, name))
-                    self.saved[job.version, table.group, name] += 1
-                else:
-                    self.content[block] = (table.group, b"torn") if self.load_fails else (
-                        table.group, name,
-                    )  # fmt: skip
+            group = self._groups[table.group]
+            slots = dict(enumerate(itertools.islice(ids, table.count), start=table.start))
+            named = {chunk: self._name(hashes, group, chunk, first) for chunk in slots}
+            if isinstance(job, hot.SaveJob):
+                self._save_group(job, group, slots, named)
+            else:
+                self._load_group(job, group, slots, named)
         return "failed" if isinstance(job, hot.LoadJob) and self.load_fails else "done"
+
+    def _save_group(
+        self, job: hot.SaveJob, group: RankGroup, slots: dict[int, int], named: dict[int, bytes]
+    ) -> None:
+        assert self.rules is not None
+        for chunk, block in slots.items():  # what is named is right, whether it is kept or not
+            if block:
+                content = self.content.get(block)
+                assert content == (group.group, named[chunk]), (job, group.group, chunk, block)
+            assert block or group.save_rule != "all", "full attention has every block"
+        kept = kept_chunks(
+            self.rules,
+            group.group,
+            start_tokens=job.start_tokens,
+            tokens=job.end_tokens,
+            boundaries=kept_boundaries(self.rules, job.prefill_tokens, job.junction_tokens),
+        )
+        for chunk in kept.tolist():
+            key = (job.version, group.group, named[chunk])
+            if slots[chunk]:
+                self.store.add(key)
+                self.saved[key] += 1
+            else:
+                self.lost[key] += 1
+
+    def _load_group(
+        self, job: hot.LoadJob, group: RankGroup, slots: dict[int, int], named: dict[int, bytes]
+    ) -> None:
+        assert self.rules is not None
+        needed = needed_chunks(
+            self.rules.groups[group.group],
+            local_tokens=job.local_tokens,
+            total_tokens=job.total_tokens,
+        ).tolist()
+        assert needed == [chunk for chunk, block in slots.items() if block], (job, slots)
+        for chunk in needed:
+            torn = (group.group, b"torn")
+            name = (group.group, named[chunk])
+            self.content[slots[chunk]] = torn if self.load_fails else name

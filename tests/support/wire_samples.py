@@ -22,6 +22,8 @@ JOBS: list[hot.Job] = [
         hash_bytes=32,
         tables=[hot.TableSlice(0, 4, 1)],
         hand_offs=[hot.HandOff(1, 9, 640)],
+        prefill_tokens=700,
+        junction_tokens=256,
     ),
 ]
 
@@ -46,14 +48,25 @@ FROM_SIDECAR: list[hot.FromSidecar] = [
 
 ATTACH_FROM_PEER: list[attach.FromPeer] = [
     attach.Hello(1, 1, "worker", "engine", "abcde", 0, 42, True, [attach.Memory(0, 4096)], "x"),
-    attach.RegisterEngine(LIFE, VERSION, [0], 128, 128, 128, "recompute"),
+    attach.RegisterEngine(LIFE, VERSION, [0], 128, 128, 128, "recompute", None, True, 2),
     attach.RegisterRank(
         serial=1,
         shard=attach.Shard(),
         identity={"model": "tiny"},
         num_blocks=4,
         layout="LBNHC",
-        groups=[attach.Group(0, "full", 128, {"dtype": "float32"}, ["l0", "l1"])],
+        groups=[
+            attach.Group(
+                0,
+                "full",
+                128,
+                {"dtype": "float32"},
+                ["l0", "l1"],
+                window_tokens=40,
+                window_extra_tokens=3,
+                chunk_tokens=256,
+            )
+        ],
         placements=[attach.Placement(0, ["l0", "l1"], 0, 0, 4096, 1024, 1024)],
         hash_block_tokens=128,
     ),

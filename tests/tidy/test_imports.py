@@ -42,6 +42,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kvferry_sidecar.geometry",
         "kvferry_sidecar.keys",
         "kvferry_sidecar.limits",
+        "kvferry_sidecar.masks.kinds",
         "kvferry_sidecar.sessions.model",
         # what is validated: the registration as it came, and the refusal that names its fields
         "kvferry_connector.wire",

@@ -32,9 +32,11 @@ class Memory(msgspec.Struct, frozen=True):
 class Group(msgspec.Struct, frozen=True):
     """A KV cache group as this rank sees it; ids are the scheduler's, global over ranks.
 
-    ``kind``: "full" (the only one served today); anything else is refused by name with
-    ``detail`` in the text. ``block_tokens`` is the effective block size B_g. ``spec`` holds every
-    fact of the group's specs that changes bytes (part of the namespace).
+    ``kind``: "full", "mla", "indexer", "swa", "swa-mla" or "chunked"; anything else is refused by
+    name with ``detail`` in the text. ``block_tokens`` is the effective block size B_g. ``spec``
+    holds every fact of the group's specs that changes bytes (part of the namespace).
+    ``window_tokens`` is the sliding window, ``window_extra_tokens`` what lookups need below it,
+    ``chunk_tokens`` the attention chunk; 0 where the kind has none.
     """
 
     group: int
@@ -45,6 +47,9 @@ class Group(msgspec.Struct, frozen=True):
     cacheable: bool = True
     eagle: bool = False
     detail: str = ""
+    window_tokens: int = 0
+    window_extra_tokens: int = 0
+    chunk_tokens: int = 0
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -103,6 +108,9 @@ class RegisterEngine(msgspec.Struct, frozen=True, tag="engine"):
 
     ``life``: its 16-byte nonce, inside every job; ``version``: the 16-byte namespace version
     (zeros as loaded, random after a reset); ``ranks``: global ranks that live on this node.
+    ``retention_tokens``: distance of the boundaries at which sliding windows are kept; 0 only
+    where a request can resume, None at every aligned one. ``reprefill_tokens`` at the end of what
+    is computed may still be rewritten.
     """
 
     life: bytes
@@ -112,6 +120,9 @@ class RegisterEngine(msgspec.Struct, frozen=True, tag="engine"):
     scheduler_block_tokens: int
     alignment_tokens: int
     load_failure_policy: str
+    retention_tokens: int | None = 0
+    use_eagle: bool = False
+    reprefill_tokens: int = 0
 
 
 class RegisterRank(msgspec.Struct, frozen=True, tag="rank"):
@@ -194,7 +205,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
-    """This registration is valid. ``save_rules`` per group: "all", "hand-offs" or "none"."""
+    """This registration is valid. ``save_rules`` per group: which new blocks a save names.
+
+    "all": every one. "held": those that the table still holds. "tail:N": of those, the N before
+    each boundary where a request can resume. "hand-offs": states named by the engine. "none".
+    """
 
     namespace: str
     save_rules: list[str]

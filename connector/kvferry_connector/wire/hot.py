@@ -55,6 +55,9 @@ class SaveJob(msgspec.Struct, frozen=True, array_like=True, tag="S"):
 
     Raw frames: [tables, hashes]. ``hashes`` holds the prefix hashes number ``first_hash`` and on
     (``hash_bytes`` each); ``step`` is the value of the fence word ``done_step`` to wait for.
+    A table holds 0 where the engine has no block any more (sliding windows) or keeps none.
+    ``prefill_tokens``: what this admission's prefill computes; a resend resumes below its end.
+    ``junction_tokens``: where the request left a prefix it shares with another one, or 0.
     """
 
     job: int
@@ -69,6 +72,8 @@ class SaveJob(msgspec.Struct, frozen=True, array_like=True, tag="S"):
     hash_bytes: int
     tables: list[TableSlice]
     hand_offs: list[HandOff] = []
+    prefill_tokens: int = 0
+    junction_tokens: int = 0
 
 
 Job = LoadJob | SaveJob

@@ -13,6 +13,7 @@ from kvferry_connector.wire.attach import FieldRefusal, Group, Placement, Regist
 
 from kvferry_sidecar.geometry.digest import run_bytes
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.masks.kinds import WINDOWED, Kind
 
 # Block ids travel as int32 and offsets as int64; addresses of a process end far below that.
 NUM_BLOCKS_MAX = 2**31 - 1
@@ -21,12 +22,8 @@ OFFSET_MAX = 2**62
 BLOCK_MIN = 2  # block 0 is null and never copied: one block is no cache
 
 _REPORT = "this is a defect of the connector's description: report it with this text"
-# vLLM keeps these as full attention when its hybrid manager is off.
-_PROMOTED = frozenset({"swa", "chunked"})
-_HMA = (
-    "start vLLM with --disable-hybrid-kv-cache-manager, which keeps such layers as full "
-    "attention, or run this model without kvferry"
-)
+# Kinds with a block per chunk of tokens. States and rings need more than a table to be found.
+SERVED_KINDS = (Kind.FULL, Kind.MLA, Kind.INDEXER, Kind.SWA, Kind.SWA_MLA, Kind.CHUNKED)
 _NO_WAY = "run this model without kvferry"
 
 
@@ -149,10 +146,10 @@ def check_placements(register: RegisterRank, memories: Mapping[int, Sized]) -> l
 
 def _check_group(group: Group, hash_block_tokens: int) -> list[FieldRefusal]:
     name = f"groups[{group.group}]"
-    if group.kind != "full":
+    if group.kind not in SERVED_KINDS:
         detail = f" ({group.detail})" if group.detail else ""
-        remedy = _HMA if group.kind in _PROMOTED else _NO_WAY
-        return [FieldRefusal(f"{name}.kind", f"{group.kind}{detail}", "full", remedy)]
+        served = ", ".join(SERVED_KINDS)
+        return [FieldRefusal(f"{name}.kind", f"{group.kind}{detail}", served, _NO_WAY)]
     if group.eagle:
         remedy = "serve without EAGLE/MTP speculative decoding, or without kvferry"
         return [FieldRefusal(f"{name}.eagle", "true", "false", remedy)]
@@ -162,7 +159,18 @@ def _check_group(group: Group, hash_block_tokens: int) -> list[FieldRefusal]:
         remedy = "choose a --block-size that the hash block size divides"
         theirs = str(group.block_tokens)
         found.append(FieldRefusal(f"{name}.block_tokens", theirs, ours, remedy))
-    return found
+    return found or list(_kind_numbers(name, group))
+
+
+def _kind_numbers(name: str, group: Group) -> Iterator[FieldRefusal]:
+    """Check the numbers that a kind has, and that it has no others."""
+    most = BLOCK_TOKENS_MAX
+    windowed, chunked = group.kind in WINDOWED, group.kind == Kind.CHUNKED
+    yield from _outside(
+        (f"{name}.window_tokens", group.window_tokens, int(windowed), most if windowed else 0),
+        (f"{name}.window_extra_tokens", group.window_extra_tokens, 0, most if windowed else 0),
+        (f"{name}.chunk_tokens", group.chunk_tokens, int(chunked), most if chunked else 0),
+    )
 
 
 def _check_placement(

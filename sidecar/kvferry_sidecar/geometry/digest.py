@@ -39,6 +39,11 @@ def _group_facts(group: Group, placed: Mapping[tuple[int, str], Placement]) -> c
     for layer in group.layers:
         place = placed.get((group.group, layer))
         pages.append([layer, *((place.page_bytes, place.runs, run_bytes(place)) if place else ())])
+    numbers = {
+        "window_tokens": group.window_tokens,
+        "window_extra_tokens": group.window_extra_tokens,
+        "chunk_tokens": group.chunk_tokens,
+    }
     return {
         "group": group.group,
         "kind": group.kind,
@@ -47,6 +52,8 @@ def _group_facts(group: Group, placed: Mapping[tuple[int, str], Placement]) -> c
         "eagle": group.eagle,
         "spec": group.spec,
         "pages": pages,
+        # Those that the kind has: a model without any keeps the digest it always had.
+        **{name: tokens for name, tokens in numbers.items() if tokens},
     }
 
 

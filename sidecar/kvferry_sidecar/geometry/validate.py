@@ -14,8 +14,13 @@ from numpy.typing import NDArray
 from kvferry_sidecar.geometry import checks
 from kvferry_sidecar.geometry.digest import geometry_digest, run_bytes
 from kvferry_sidecar.geometry.runs import Run, find_overlap, merge
+from kvferry_sidecar.keys import canonical
 from kvferry_sidecar.limits import DEFAULT_LIMITS, Limits
+from kvferry_sidecar.masks.kinds import FULL_FAMILY
 from kvferry_sidecar.sessions.model import RankGeometry, RankGroup
+
+# Facts of a group that vLLM's comparison of specs does not know.
+_NOT_SPEC = frozenset({"backends", "kernel_blocks"})
 
 
 class MakeLayout(Protocol):
@@ -114,8 +119,21 @@ def _build_group(
         layout=layout,
         payload_bytes=layout.payload_bytes if layout else 0,
         num_blocks=register.num_blocks,
-        save_rule="all" if group.cacheable else "none",
+        save_rule=_save_rule(group),
+        window_tokens=group.window_tokens,
+        window_extra_tokens=group.window_extra_tokens,
+        chunk_tokens=group.chunk_tokens,
+        eagle=group.eagle,
+        spec=canonical.encode(
+            {name: value for name, value in group.spec.items() if name not in _NOT_SPEC}
+        ).hex(),
     )
+
+
+def _save_rule(group: Group) -> str:
+    if not group.cacheable:
+        return "none"
+    return "all" if group.kind in FULL_FAMILY else "held"
 
 
 def _runs_of(group: Group, places: list[Placement]) -> Iterator[Run]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry_sidecar.masks.kinds import FULL_FAMILY, WINDOWED, Kind, kind_of
+from kvferry_sidecar.masks.kinds import WINDOWED, Kind
 from kvferry_sidecar.masks.rules import GroupRule
 
 
@@ -38,27 +38,8 @@ def skipped_tokens(rule: GroupRule, total_tokens: int) -> int:
     return 0
 
 
-def load_chunks(
-    kind: str, *, local_tokens: int, total_tokens: int, block_tokens: int
-) -> NDArray[np.int64]:
-    """Return the chunks to load, ascending, of a group that its kind and block size describe.
-
-    ValueError for a kind with further numbers: those go through `needed_chunks`.
-    """
-    rule = plain_rule(kind, block_tokens)
-    return needed_chunks(rule, local_tokens=local_tokens, total_tokens=total_tokens)
-
-
 def needed_chunks(rule: GroupRule, *, local_tokens: int, total_tokens: int) -> NDArray[np.int64]:
     """Return the chunks to load, ascending: in the mask at the total, and not whole locally."""
     mask = load_mask(rule, total_tokens=total_tokens)
     mask[: local_tokens // rule.block] = False
     return np.flatnonzero(mask)
-
-
-def plain_rule(kind: str, block_tokens: int) -> GroupRule:
-    """Return the rule of a full-attention group; ValueError for any other kind."""
-    known = kind_of(kind)
-    if not isinstance(known, Kind) or known not in FULL_FAMILY:
-        raise ValueError(f"no mask for groups of kind {kind!r} without their other numbers")
-    return GroupRule(known, block_tokens)

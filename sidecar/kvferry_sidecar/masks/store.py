@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry_sidecar.masks.kinds import WINDOWED, Kind
-from kvferry_sidecar.masks.load import plain_rule
 from kvferry_sidecar.masks.rules import GroupRule, Rules
 
 
@@ -125,14 +124,3 @@ def kept_chunks(
     mask = store_mask(rules, group, tokens=tokens, boundaries=boundaries)
     mask[: start_tokens // rules.groups[group].block] = False
     return np.flatnonzero(mask)
-
-
-def store_chunks(
-    kind: str, *, start_tokens: int, end_tokens: int, block_tokens: int
-) -> NDArray[np.int64]:
-    """Return the chunks that end in ``(start_tokens, end_tokens]`` of a full-attention group.
-
-    ValueError for a kind with further numbers: those go through `kept_chunks`.
-    """
-    block = plain_rule(kind, block_tokens).block
-    return np.arange(start_tokens // block, end_tokens // block, dtype=np.int64)

@@ -52,6 +52,18 @@ def read_tables(slices: Sequence[TableSlice], raw: bytes) -> dict[int, Table] | 
     return tables
 
 
+def held_chunks(
+    tables: Mapping[int, Table], group: int, chunks: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return those of ``chunks`` (ascending) for which the group's table names a block."""
+    table = tables.get(group)
+    if table is None:
+        return chunks[:0]
+    named = chunks[(chunks >= table.start) & (chunks < table.start + len(table.ids))]
+    held: NDArray[np.int64] = named[table.ids[named - table.start] != 0]
+    return held
+
+
 def pick_blocks(
     tables: Mapping[int, Table], group: int, chunks: NDArray[np.int64], num_blocks: int
 ) -> NDArray[np.int32] | Fault:

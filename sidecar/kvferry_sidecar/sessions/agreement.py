@@ -13,6 +13,7 @@ from kvferry_connector.wire.names import NONCE_BYTES
 
 from kvferry_sidecar.geometry.identity import compare_identity
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, Session
+from kvferry_sidecar.sessions.rules import check_rules
 
 _SAME_ARGUMENTS = "start all ranks of the engine with the same arguments and versions"
 _REPORT = "report it with both values: the connector describes its engine inconsistently"
@@ -37,6 +38,7 @@ def check_engine(session: Session, theirs: RegisterEngine, ranks_max: int) -> li
             )
         if worker.geometry is not None:
             found += _hash_block(theirs.hash_block_tokens, worker.geometry.hash_block_tokens)
+            found = found or check_rules(theirs, worker.geometry)
     return found
 
 
@@ -49,6 +51,7 @@ def check_rank(peer: Peer, theirs: RegisterRank, geometry: RankGeometry) -> list
     scheduler = session.scheduler.registration if session.scheduler is not None else None
     if isinstance(scheduler, RegisterEngine):
         found += _hash_block(theirs.hash_block_tokens, scheduler.hash_block_tokens)
+        found = found or check_rules(scheduler, geometry)
     for rank, other in sorted(session.workers.items()):
         if other is peer or other.geometry is None:
             continue
@@ -109,6 +112,9 @@ def _engine_form(theirs: RegisterEngine, ranks_max: int) -> Iterator[FieldRefusa
         tokens: int = getattr(theirs, name)
         if tokens < 1:
             yield FieldRefusal(name, str(tokens), "at least 1", _REPORT)
+    if (theirs.retention_tokens or 0) < 0 or theirs.reprefill_tokens < 0:
+        numbers = f"{theirs.retention_tokens} and {theirs.reprefill_tokens}"
+        yield FieldRefusal("retention_tokens, reprefill_tokens", numbers, "at least 0", _REPORT)
     if not 1 <= len(theirs.ranks) <= ranks_max:
         yield FieldRefusal(
             "ranks",

@@ -30,7 +30,12 @@ class RankGroup:
     layout: Layout | None  # None: no layers of this group on this rank (pipeline parallel)
     payload_bytes: int  # this rank's shard of one chunk; 0 without a layout
     num_blocks: int
-    save_rule: str  # "all" | "hand-offs" | "none"
+    save_rule: str  # "all" | "held" | "hand-offs" | "none"
+    window_tokens: int = 0
+    window_extra_tokens: int = 0
+    chunk_tokens: int = 0
+    eagle: bool = False
+    spec: str = ""  # equal for groups whose specs vLLM takes for equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +85,8 @@ class Session:
     ranks: tuple[int, ...] = ()
     scheduler_block_tokens: int = 0
     alignment_tokens: int = 0
+    retention_tokens: int | None = 0
+    use_eagle: bool = False
+    reprefill_tokens: int = 0
     ready: bool = False
     namespaces: dict[bytes, bytes] = field(default_factory=dict)  # version -> 16-byte digest

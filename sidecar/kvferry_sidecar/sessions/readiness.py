@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, Session
+from kvferry_sidecar.sessions.rules import rules_of, save_rule_of
 
 
 def half_of(session: Session, rank: int) -> Peer | None:
@@ -31,10 +32,16 @@ def namespace_hex(session: Session) -> str:
 
 
 def save_rules(session: Session, peer: Peer | None = None) -> list[str]:
-    """Return the rules per group, of one rank or of the first that registered."""
+    """Return the rules per group, of one rank or of the first that registered.
+
+    Until the scheduler half registered, a sliding window's is the wider one.
+    """
     for half in [peer] if peer is not None else halves(session):
         if half.geometry is not None:
-            return [group.save_rule for group in half.geometry.groups]
+            if not session.life:
+                return [group.save_rule for group in half.geometry.groups]
+            rules = rules_of(session, half.geometry)
+            return [save_rule_of(rules, group) for group in half.geometry.groups]
     return []
 
 

@@ -191,6 +191,9 @@ class Registry:
         session.ranks = tuple(sorted(message.ranks))
         session.scheduler_block_tokens = message.scheduler_block_tokens
         session.alignment_tokens = message.alignment_tokens
+        session.retention_tokens = message.retention_tokens
+        session.use_eagle = message.use_eagle
+        session.reprefill_tokens = message.reprefill_tokens
         if rotated:
             self._versioned(session, now_s)
         return self._registered(session)

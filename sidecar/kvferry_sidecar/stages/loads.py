@@ -10,12 +10,13 @@ from kvferry_connector.wire.names import BOUND_STEP_OFFSET
 from numpy.typing import NDArray
 
 from kvferry_sidecar.engines.base import CopyStatus, Direction, Extents
-from kvferry_sidecar.masks.load import load_chunks
+from kvferry_sidecar.masks.load import needed_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.plan.tables import Fault, pick_blocks, read_tables
 from kvferry_sidecar.sessions.leases import Lease, LeaseKey
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.hits import stored_hit
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
 
@@ -53,11 +54,10 @@ def open_load(
         return Decline(Reason.TABLES, f"groups {sorted(unknown)} do not exist")
     groups = []
     for shaped in shape.stored_groups():
-        chunks = load_chunks(
-            shaped.kind,
+        chunks = needed_chunks(
+            shape.rules.groups[shaped.group],
             local_tokens=job.local_tokens,
             total_tokens=job.total_tokens,
-            block_tokens=shaped.block_tokens,
         )
         entries = _leased_entries(lease, shaped.group, chunks)
         if entries is None:
@@ -146,8 +146,15 @@ class LoadWork:
                 group=load.shape.group,
                 chunk=int(load.chunks[bad_index]),
             )
-        alignment = self._shape.alignment_tokens
-        return End(JobStatusName.FAILED, Reason.CHECKSUM, shorter // alignment * alignment)
+        return End(JobStatusName.FAILED, Reason.CHECKSUM, self._shorter(shorter))
+
+    def _shorter(self, max_tokens: int) -> int:
+        """Return what is still complete below the first bad chunk; 0 when its keys are gone."""
+        admission = self._core.admissions.get(*self._lease.key)
+        if admission is None or admission.version != self._job.version:
+            return 0
+        hit = stored_hit(self._core.pool, self._shape, admission.keys, max_tokens=max_tokens)
+        return hit.tokens
 
 
 def _leased_entries(

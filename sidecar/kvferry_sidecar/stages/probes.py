@@ -13,14 +13,14 @@ from kvferry_connector.wire.attach import Heartbeat
 from kvferry_connector.wire.hot import Answer, Ask, Hint, NeedFull, Probe, Release
 from numpy.typing import NDArray
 
-from kvferry_sidecar.masks.hit import GroupRun, longest_hit
-from kvferry_sidecar.masks.load import load_chunks
+from kvferry_sidecar.masks.load import needed_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.plan.chunk_keys import new_keys
 from kvferry_sidecar.sessions.admissions import Admission, Keys
 from kvferry_sidecar.sessions.leases import Lease, LeasedGroup, LeaseKey
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.hits import refresh, stored_hit
 from kvferry_sidecar.stages.shape import SessionShape
 
 TIER = "host"
@@ -83,12 +83,12 @@ class Probes:
     def on_release(self, peer: Peer, release: Release) -> None:
         """Forget admissions; a lease that a job owns stays with the job."""
         life = peer.session.life
+        shape = self._core.shape(peer.session)
         for number in release.admissions:
             admission = self._core.admissions.get(life, number)
-            if admission is not None and not admission.leased:
+            if admission is not None and shape is not None and not admission.leased:
                 # Wanted again, though the engine had it itself and took no lease.
-                for keys in admission.keys:
-                    self._core.pool.refresh(keys)
+                refresh(self._core.pool, shape, admission.keys)
             self._core.admissions.drop(life, number)
             self._core.leases.drop_unowned(LeaseKey(life, number))
 
@@ -260,9 +260,7 @@ class Probes:
         None when an entry that was counted could not be leased.
         """
         wanted = [
-            load_chunks(
-                g.kind, local_tokens=span[0], total_tokens=span[1], block_tokens=g.block_tokens
-            )
+            needed_chunks(shape.rules.groups[g.group], local_tokens=span[0], total_tokens=span[1])
             for g in shape.stored_groups()
         ]
         held = self._core.leases.entry_count(session.key)
@@ -299,11 +297,7 @@ class Probes:
         return None if session.ready else Reason.NOT_READY
 
     def _hit(self, shape: SessionShape, admission: Admission, max_tokens: int) -> int:
-        runs = [
-            GroupRun(g.kind, g.block_tokens, self._core.pool.prefix(keys))
-            for g, keys in zip(shape.stored_groups(), admission.keys, strict=True)
-        ]
-        return longest_hit(runs, max_tokens=max_tokens, alignment_tokens=shape.alignment_tokens)
+        return stored_hit(self._core.pool, shape, admission.keys, max_tokens=max_tokens).tokens
 
     def _count(self, admission: Admission, ask: Ask, answer: Answer) -> None:
         if admission.answered:

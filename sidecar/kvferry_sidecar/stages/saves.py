@@ -10,13 +10,16 @@ from kvferry_connector.wire.names import DONE_STEP_OFFSET
 from numpy.typing import NDArray
 
 from kvferry_sidecar.engines.base import CopyStatus, Direction, Extents
-from kvferry_sidecar.masks.store import store_chunks
+from kvferry_sidecar.masks.kinds import FULL_FAMILY
+from kvferry_sidecar.masks.rules import Rules
+from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.plan.chunk_keys import keys_of_chunks
-from kvferry_sidecar.plan.tables import Fault, Table, pick_blocks, read_tables
+from kvferry_sidecar.plan.tables import Fault, Table, held_chunks, pick_blocks, read_tables
 from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.hits import refresh
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
 
@@ -56,13 +59,13 @@ def open_save(
         return Decline(Reason.TABLES, f"groups {sorted(unknown)} do not exist")
     plans = []
     for shaped in shape.stored_groups():
-        if shaped.save_rule != "all":
+        if shaped.save_rule == "hand-offs":
             continue
-        plan = _plan_group(shaped, namespace, job, (tables, raw[1]))
+        plan = _plan_group(shape.rules, shaped, namespace, job, (tables, raw[1]))
         if isinstance(plan, Decline):
             return plan
         plans.append(plan)
-    return _reserve_all(core, plans, _prefixes(core, session, shape, job))
+    return _reserve_all(core, shape, plans, _prefixes(core, session, shape, job))
 
 
 class SaveWork:
@@ -71,8 +74,11 @@ class SaveWork:
     kind = "save"
     fence_offset = DONE_STEP_OFFSET
 
-    def __init__(self, core: Core, groups: list[_GroupSave], prefixes: list[Keys]) -> None:
+    def __init__(
+        self, core: Core, shape: SessionShape, groups: list[_GroupSave], prefixes: list[Keys]
+    ) -> None:
         self._core = core
+        self._shape = shape
         self._groups = groups
         self._prefixes = prefixes
 
@@ -121,8 +127,8 @@ class SaveWork:
                 self._core.pool.abort(save.entries)
         # The chunks before these were used too, by the engine itself: were they left to grow
         # cold, the head of a shared prefix would be evicted before the tails that need it.
-        for keys in self._prefixes:
-            self._core.pool.refresh(keys)
+        if self._prefixes:
+            refresh(self._core.pool, self._shape, self._prefixes)
 
     def _store_crcs(self, part: Part) -> None:
         for planned, result in part.results:
@@ -160,6 +166,7 @@ def _form_fault(
 
 
 def _plan_group(
+    rules: Rules,
     shaped: GroupShape,
     namespace: bytes,
     job: SaveJob,
@@ -171,12 +178,15 @@ def _plan_group(
         return Decline(
             Reason.HASHES, f"group {shaped.group}: the hashes end before token {job.end_tokens}"
         )
-    chunks = store_chunks(
-        shaped.kind,
+    chunks = kept_chunks(
+        rules,
+        shaped.group,
         start_tokens=job.start_tokens,
-        end_tokens=job.end_tokens,
-        block_tokens=shaped.block_tokens,
+        tokens=job.end_tokens,
+        boundaries=kept_boundaries(rules, job.prefill_tokens, job.junction_tokens),
     )
+    if shaped.kind not in FULL_FAMILY:  # what left the window is gone, and no fault
+        chunks = held_chunks(tables, shaped.group, chunks)
     if not len(chunks):
         return _GroupPlan(shaped, np.empty((0, 16), np.uint8), np.empty(0, np.int32))
     blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
@@ -207,7 +217,9 @@ def _prefixes(core: Core, session: Session, shape: SessionShape, job: SaveJob) -
     ]
 
 
-def _reserve_all(core: Core, plans: list[_GroupPlan], prefixes: list[Keys]) -> SaveWork | Decline:
+def _reserve_all(
+    core: Core, shape: SessionShape, plans: list[_GroupPlan], prefixes: list[Keys]
+) -> SaveWork | Decline:
     """Reserve for every group, or for none when a stripe is larger than the pool can hold."""
     taken: list[_GroupSave] = []
     for plan in plans:
@@ -217,7 +229,7 @@ def _reserve_all(core: Core, plans: list[_GroupPlan], prefixes: list[Keys]) -> S
             for save in taken:
                 core.pool.abort(save.entries)
             return Decline(Reason.STRIPE_BYTES, f"group {plan.shape.group}: {error}")
-    return SaveWork(core, taken, prefixes)
+    return SaveWork(core, shape, taken, prefixes)
 
 
 def _reserve(core: Core, plan: _GroupPlan) -> _GroupSave:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.plan.shards import StripeShape, stripe_shape
 from kvferry_sidecar.sessions.model import RankGroup, Session
+from kvferry_sidecar.sessions.rules import rules_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +25,16 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class SessionShape:
-    """Groups in the order of their registration; ``ranks`` ascending, as shards lie."""
+    """Groups by their id, as in ``rules``; ``ranks`` ascending, as shards lie."""
 
     ranks: tuple[int, ...]
     groups: tuple[GroupShape, ...]
-    hash_block_tokens: int
-    alignment_tokens: int
+    rules: Rules
+
+    @property
+    def hash_block_tokens(self) -> int:
+        """Tokens that one block hash covers."""
+        return self.rules.hash_block
 
     def rank_index(self, rank: int) -> int:
         """Return the position of a rank among the shards."""
@@ -58,9 +64,7 @@ def session_shape(session: Session) -> SessionShape | None:
         _group_shape([geometry.groups[i] for geometry in geometries])
         for i in range(len(geometries[0].groups))
     )
-    return SessionShape(
-        ranks, groups, geometries[0].hash_block_tokens, max(1, session.alignment_tokens)
-    )
+    return SessionShape(ranks, groups, rules_of(session, geometries[0]))
 
 
 def _group_shape(ranks: list[RankGroup]) -> GroupShape:

@@ -43,6 +43,10 @@ class HostTier:
         """Number of leading keys that are ready."""
         return self._pool.prefix(keys)
 
+    def present(self, keys: Keys) -> NDArray[np.bool_]:
+        """Which keys are ready."""
+        return self._pool.present(keys)
+
     def refresh(self, keys: Keys) -> None:
         """Mark the leading ready keys recently used, the head of the prefix last."""
         self._pool.refresh(keys)

@@ -21,7 +21,12 @@ from kvferry_connector.wire.attach import Placement, Shard
 from support.vllm_configs import make_config, write_model
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -110,8 +115,35 @@ def test_hybrid_groups_keep_their_ids(allocate: Callable[..., Kv]) -> None:
     assert [group.layers for group in groups] == [LAYERS[::2], LAYERS[1::2]]
     assert groups[1].spec["sliding_window"] == "64"
     assert all(group.block_tokens == 32 and group.cacheable for group in groups)
+    assert [(group.window_tokens, group.chunk_tokens) for group in groups] == [(0, 0), (64, 0)]
     places = placements.describe_placements(kv.kv_cache_config, kv.kv_caches, kv.memory)
     assert {place.group for place in places} == {0, 1}
+
+
+def test_numbers_of_each_positional_kind_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    swa = replace(SWA, extra_retained_tokens=5)
+    chunked = interface.ChunkedLocalAttentionSpec(
+        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64
+    )
+    promoted = replace(FULL, sliding_window=64)
+    config = KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"l{i}"], spec) for i, spec in enumerate((swa, chunked, promoted))
+        ],
+    )
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1)
+    )
+
+    def numbers() -> list[tuple[int, int, int]]:
+        groups = describe.describe_groups(vllm_config, config, {}, {})
+        return [(g.window_tokens, g.window_extra_tokens, g.chunk_tokens) for g in groups]
+
+    assert numbers() == [(64, 0, 0), (0, 0, 64), (0, 0, 0)]
+    monkeypatch.setattr(describe.vllm_compat, "ENGINE_VERSION", "0.33.0")
+    assert numbers()[0] == (64, 5, 0)
 
 
 def test_memory_that_is_not_where_the_config_says_is_refused(allocate: Callable[..., Kv]) -> None:
@@ -202,6 +234,9 @@ def test_a_rank_and_an_engine_are_described(allocate: Callable[..., Kv]) -> None
     engine = describe_engine(kv.vllm_config, kv.kv_cache_config, bytes(16))
     assert (engine.hash_block_tokens, engine.scheduler_block_tokens) == (32, 32)
     assert (engine.alignment_tokens, engine.load_failure_policy) == (32, "recompute")
+    assert (engine.retention_tokens, engine.use_eagle) == (0, False), "vLLM's defaults"
+    dense = replace(kv.kv_cache_config, prefix_cache_retention_interval=None)
+    assert describe_engine(kv.vllm_config, dense, bytes(16)).retention_tokens is None
 
 
 def test_ranks_run_over_tensor_then_pipeline_parallel() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kvferry_connector.wire.attach import Refused, Registered, Rotate, Shard
+from kvferry_connector.wire.attach import Group, Refused, Registered, Rotate, Shard
 from support.node import Node
 from support.node_messages import VERSION, engine_registration, rank_registration
 from support.sessions import (
@@ -53,6 +53,42 @@ def test_geometry_refusals_are_passed_on(node: Node) -> None:
     half.close()
 
 
+FULL = Group(0, "full", 16, {}, ["l0"])
+CHUNKED = Group(1, "chunked", 16, {}, ["l1"], chunk_tokens=40)
+
+
+@pytest.mark.parametrize("rank_first", [True, False])
+def test_groups_without_exact_masks_are_refused_whoever_comes_second(
+    node: Node, rank_first: bool
+) -> None:
+    worker, _ = attached(node, 0)
+    scheduler, _ = attached(node, -1)
+    rank = rank_registration(0, groups=[FULL, CHUNKED])
+    pairs = [(worker, rank), (scheduler, engine_registration([0]))]
+    (first, said), (second, says) = pairs if rank_first else reversed(pairs)
+    assert isinstance(registered(first, said), Registered)
+    refusal = refused_fields(registered(second, says))["groups"]
+    assert refusal.theirs == "group 1 (chunked): chunk 40 is no multiple of block 16"
+    assert "--disable-hybrid-kv-cache-manager" in refusal.remedy
+    close_all([first, second])
+
+
+@pytest.mark.parametrize(("retention", "rule"), [(0, "tail:3"), (None, "held"), (64, "held")])
+def test_a_sliding_windows_save_rule_follows_the_engines_retention(
+    node: Node, retention: int | None, rule: str
+) -> None:
+    worker, _ = attached(node, 0)
+    scheduler, _ = attached(node, -1)
+    window = Group(1, "swa", 16, {}, ["l1"], window_tokens=40)
+    answer = registered(worker, rank_registration(0, groups=[FULL, window]))
+    assert isinstance(answer, Registered)
+    assert answer.save_rules == ["all", "held"]
+    answer = registered(scheduler, engine_registration([0], retention_tokens=retention))
+    assert isinstance(answer, Registered)
+    assert answer.save_rules == ["all", rule]
+    close_all([worker, scheduler])
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -64,6 +100,7 @@ def test_geometry_refusals_are_passed_on(node: Node) -> None:
         ({"ranks": list(range(17))}, "ranks"),
         ({"hash_block_tokens": 0}, "hash_block_tokens"),
         ({"alignment_tokens": -3}, "alignment_tokens"),
+        ({"reprefill_tokens": -1}, "retention_tokens, reprefill_tokens"),
     ],
 )
 def test_an_engine_registration_out_of_form_is_refused(

@@ -147,16 +147,55 @@ def test_a_group_that_is_not_cacheable_is_allowed_and_never_saved():
     assert (rank.groups[1].save_rule, rank.groups[1].layout) == ("none", None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "remedy"),
-    [("swa", "--disable-hybrid-kv-cache-manager"), ("mamba", "without kvferry")],
-)
-def test_other_kinds_are_refused_by_name(kind, remedy):
+@pytest.mark.parametrize("kind", ["mamba", "rswa", "sink", "never heard of"])
+def test_other_kinds_are_refused_by_name(kind):
     found = refusal(register([group(kind=kind, detail="window 128")]), "groups[0].kind")
     assert kind in found.theirs
     assert "window 128" in found.theirs
-    assert found.ours == "full"
-    assert remedy in found.remedy
+    assert found.ours == "full, mla, indexer, swa, swa-mla, chunked"
+    assert "without kvferry" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "save_rule"),
+    [
+        ({"kind": "mla"}, "all"),
+        ({"kind": "indexer"}, "all"),
+        ({"kind": "swa", "window_tokens": 40, "window_extra_tokens": 3}, "held"),
+        ({"kind": "swa-mla", "window_tokens": 40}, "held"),
+        ({"kind": "chunked", "chunk_tokens": 64}, "held"),
+    ],
+)
+def test_positional_kinds_are_served_with_their_numbers(changes, save_rule):
+    only = validate(register([group(**changes)])).groups[0]
+    numbers = (only.window_tokens, only.window_extra_tokens, only.chunk_tokens)
+    names = ("window_tokens", "window_extra_tokens", "chunk_tokens")
+    assert numbers == tuple(changes.get(name, 0) for name in names)
+    assert (only.kind, only.save_rule) == (changes["kind"], save_rule)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"kind": "swa"}, "window_tokens"),
+        ({"kind": "swa", "window_tokens": 40, "window_extra_tokens": -1}, "window_extra_tokens"),
+        ({"kind": "chunked"}, "chunk_tokens"),
+        ({"kind": "chunked", "chunk_tokens": 64, "window_tokens": 5}, "window_tokens"),
+        ({"kind": "full", "window_tokens": 40}, "window_tokens"),
+        ({"kind": "mla", "chunk_tokens": 64}, "chunk_tokens"),
+    ],
+)
+def test_numbers_that_a_kind_lacks_or_does_not_have_are_refused(changes, field):
+    refusal(register([group(**changes)]), f"groups[0].{field}")
+
+
+def test_windows_and_chunks_are_part_of_the_digest():
+    def digest(**changes):
+        return validate(register([group(**changes)])).digest
+
+    digests = [digest(kind="swa", window_tokens=tokens) for tokens in (40, 41)]
+    digests += [digest(kind="chunked", chunk_tokens=tokens) for tokens in (64, 128)]
+    assert len(set(digests)) == 4
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,9 @@ def test_leases_max_counts_pool_entries(engine):
 
 
 def test_the_hit_is_capped_and_aligned(bed, engine):
+    engine = make_engine(groups=2)  # a single group is aligned to its own blocks
+    engine.session.alignment_tokens = engine.session.scheduler_block_tokens = 2 * BLOCK
     stored_and_probed(bed, engine)
-    engine.session.alignment_tokens = 2 * BLOCK
-    bed.pipeline.on_session_ready(engine.session, bed.now_s)
     answer = bed.ask(engine, 1, most=4 * BLOCK - 1)
     assert (answer.hit_tokens, answer.sources) == (2 * BLOCK, {"host": 2 * BLOCK})
 

@@ -59,15 +59,15 @@ def test_ready_is_pushed_to_every_half_when_the_last_rank_registered(node: Node)
     first, _ = attached(node, 0)
     second, _ = attached(node, 1)
     assert registered(scheduler, engine_registration([1, 0])) == Registered("", [])
-    assert registered(second, rank_registration(1)) == Registered("", [])
+    assert registered(second, rank_registration(1)) == Registered("", ["all"])
     node.loop.turn(0.0)
     assert not only_session(node).ready
-    assert registered(first, rank_registration(0)) == Registered("", [])
+    assert registered(first, rank_registration(0)) == Registered("", ["all"])
     session = only_session(node)
     geometries = [session.workers[rank].geometry for rank in (0, 1)]
     namespace = digest([one for one in geometries if one is not None], VERSION)
     for half in (scheduler, first, second):
-        assert half.receive() == Ready(namespace.hex(), [0, 1], [])
+        assert half.receive() == Ready(namespace.hex(), [0, 1], ["all"])
     assert node.pipeline.named("ready") == [session]
     assert session.namespaces == {VERSION: namespace}
     close_all([scheduler, first, second])
@@ -89,7 +89,7 @@ def test_nothing_is_pushed_between_welcome_and_registered(node: Node) -> None:
     worker, _ = attached(node, 0)
     registered(scheduler, engine_registration([0]))
     again, _ = attached(node)  # has not registered on this stream yet
-    assert registered(worker, rank_registration(0)) == Registered("", [])
+    assert registered(worker, rank_registration(0)) == Registered("", ["all"])
     assert isinstance(worker.receive(), Ready)
     assert isinstance(registered(again, engine_registration([0])), Registered)
     assert isinstance(again.receive(), Ready)

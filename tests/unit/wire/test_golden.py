@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvferry_connector.wire import attach, codec
+from kvferry_connector.wire import attach, codec, hot
+from msgspec.structs import replace
 from support import wire_samples
 
 GOLDEN = Path(__file__).parent / "golden.json"
+FIRST = Path(__file__).parent / "golden_first.json"  # before fields were appended to a kind
 
 
 def current() -> dict[str, str]:
@@ -33,6 +35,24 @@ def current() -> dict[str, str]:
 
 def test_bytes_on_the_wire_have_not_changed() -> None:
     assert current() == json.loads(GOLDEN.read_text())
+
+
+def test_what_peers_sent_before_fields_were_appended_reads_as_their_defaults() -> None:
+    first = {name: bytes.fromhex(text) for name, text in json.loads(FIRST.read_text()).items()}
+    (save,) = [job for job in wire_samples.JOBS if isinstance(job, hot.SaveJob)]
+    old_save = codec.read_job(first["job.SaveJob"])
+    assert old_save == replace(save, prefill_tokens=0, junction_tokens=0)
+    for message in wire_samples.ATTACH_FROM_PEER:
+        body = first.get(f"attach.{type(message).__name__}", b"")[attach.LENGTH.size :]
+        if isinstance(message, attach.RegisterEngine):
+            engine = replace(message, retention_tokens=0, use_eagle=False, reprefill_tokens=0)
+            assert attach.read_from_peer(body) == engine
+        if isinstance(message, attach.RegisterRank):
+            plain = [
+                replace(group, window_tokens=0, window_extra_tokens=0, chunk_tokens=0)
+                for group in message.groups
+            ]
+            assert attach.read_from_peer(body) == replace(message, groups=plain)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""The rules of a session's cache groups, from what its halves registered.
+
+The scheduler half knows what the groups share (block sizes, alignment, retention), a rank knows
+the groups: only both together say whether the engine can be served exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvferry_connector.wire.attach import FieldRefusal
+
+from kvferry_sidecar.masks.kinds import WINDOWED, Kind
+from kvferry_sidecar.masks.rules import GroupRule, Refused, Rules, check
+from kvferry_sidecar.sessions.model import RankGeometry, RankGroup
+
+_NO_WAY = (
+    "start vLLM with --disable-hybrid-kv-cache-manager, which keeps such layers as full "
+    "attention, or run this model without kvferry"
+)
+
+
+class Shared(Protocol):
+    """What all groups of an engine share: a RegisterEngine, or a Session that took it over."""
+
+    @property
+    def scheduler_block_tokens(self) -> int:
+        """S."""
+
+    @property
+    def alignment_tokens(self) -> int:
+        """A: hits are multiples of it."""
+
+    @property
+    def retention_tokens(self) -> int | None:
+        """See RegisterEngine."""
+
+    @property
+    def use_eagle(self) -> bool:
+        """Whether lookups drop a block for a drafter."""
+
+    @property
+    def reprefill_tokens(self) -> int:
+        """Tokens at the end that may be rewritten."""
+
+
+def rules_of(shared: Shared, geometry: RankGeometry) -> Rules:
+    """Return the rules; ``geometry`` of any rank, because ranks agree on their groups."""
+    groups = tuple(_group_rule(group) for group in geometry.groups)
+    # vLLM ignores the dense setting, and refuses others, where no group is ever sparse.
+    sparse = any(rule.stored and rule.kind in WINDOWED for rule in groups)
+    return Rules(
+        groups=groups,
+        hash_block=geometry.hash_block_tokens,
+        scheduler_block=max(1, shared.scheduler_block_tokens),
+        alignment=max(1, shared.alignment_tokens),
+        retention=shared.retention_tokens if sparse else 0,
+        use_eagle=shared.use_eagle,
+        reprefill=shared.reprefill_tokens,
+    )
+
+
+def check_rules(shared: Shared, geometry: RankGeometry) -> list[FieldRefusal]:
+    """Return why this engine cannot be served exactly, or nothing."""
+    refused = check(rules_of(shared, geometry))
+    if not isinstance(refused, Refused):
+        return []
+    return [FieldRefusal("groups", refused.reason, "groups whose masks are exact", _NO_WAY)]
+
+
+def save_rule_of(rules: Rules, group: RankGroup) -> str:
+    """Return what the engine should name of a group in a save (see wire.attach.Registered)."""
+    rule = rules.groups[group.group]
+    sparse = rule.stored and rule.kind in WINDOWED and rules.retention == 0
+    # With EAGLE the boundaries lie elsewhere: the engine names all it holds, the mask decides.
+    if not sparse or rules.alignment % rule.block or rules.eagle_ids:
+        return group.save_rule
+    return f"tail:{rule.window_blocks(eagle=False)}"
+
+
+def _group_rule(group: RankGroup) -> GroupRule:
+    if group.save_rule == "none":  # counted in S, and otherwise not there, whatever it is
+        return GroupRule(Kind.RING, group.block_tokens, cacheable=False)
+    return GroupRule(
+        Kind(group.kind),
+        group.block_tokens,
+        window=group.window_tokens,
+        chunk=group.chunk_tokens,
+        eagle=group.eagle,
+        window_extra=group.window_extra_tokens,
+        spec=group.spec,
+    )

@@ -1,0 +1,139 @@
+"""Models of several kinds of groups through the pipeline: what is kept, hit and loaded."""
+
+from __future__ import annotations
+
+import pytest
+from kvferry_connector.wire.hot import Release
+from kvferry_sidecar.masks.load import load_mask
+from support.hybrid_bed import assert_loaded, hit, load, probe, rules, save
+from support.pipeline_bed import BLOCK, Bed, make_engine
+
+FULL = {"kind": "full"}
+WIDE = {"kind": "full", "block_tokens": 64}
+MLA = {"kind": "mla"}
+SWA = {"kind": "swa", "window_tokens": 40, "save_rule": "held"}
+WIDE_SWA = {"kind": "swa", "window_tokens": 40, "block_tokens": 32, "save_rule": "held"}
+SWA_MLA = {"kind": "swa-mla", "window_tokens": 17, "save_rule": "held"}
+CHUNKED = {"kind": "chunked", "chunk_tokens": 64, "save_rule": "held"}
+RING = {"kind": "ring", "block_tokens": 32, "save_rule": "none"}
+MODELS = {
+    "full and sliding window": [FULL, SWA],
+    "mixed block sizes": [WIDE, WIDE_SWA, SWA],
+    "sliding window alone": [SWA],
+    "full and chunked local": [FULL, CHUNKED],
+    "chunked local alone": [CHUNKED],
+    "all of mla": [MLA, SWA_MLA],
+    "a ring beside": [FULL, RING, SWA],
+    "four kinds": [FULL, SWA, CHUNKED, SWA_MLA],
+}
+
+
+def bed_and_engine(kinds, **options):
+    return Bed(slots=256), make_engine(kinds=kinds, num_blocks=1000, **options)
+
+
+@pytest.mark.parametrize("tokens", [200, 256, 257])
+@pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS.keys())
+def test_a_repeated_prompt_hits_at_its_replay_boundary(kinds, tokens):
+    bed, engine = bed_and_engine(kinds, ranks=2)
+    save(bed, engine, 1, tokens)
+    probe(bed, engine, 1, 1, tokens)
+    step = rules(engine).scheduler_block
+    total = hit(bed, engine, 1, tokens)
+    assert total == (tokens - 1) // step * step
+    needed = sum(load_mask(rule, total_tokens=total).sum() for rule in rules(engine).groups)
+    assert bed.pipeline.snapshot().leased_entries == needed
+    assert [end.status for end in load(bed, engine, 1, total)] == ["done", "done"]
+    assert_loaded(engine, 1, total)
+    bed.say(engine.scheduler, Release([1]))
+    bed.assert_clean()
+
+
+@pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS.keys())
+def test_what_is_local_is_neither_leased_nor_loaded(kinds):
+    bed, engine = bed_and_engine(kinds)
+    save(bed, engine, 1, 257)
+    probe(bed, engine, 1, 1, 257)
+    total = hit(bed, engine, 1, 257, local=192)
+    assert total == 256
+    assert load(bed, engine, 1, total, local=192)[0].status == "done"
+    assert_loaded(engine, 1, total, local=192)
+
+
+def test_a_window_is_kept_at_the_replay_boundary_only():
+    bed, engine = bed_and_engine([FULL, SWA])
+    save(bed, engine, 1, 200)
+    assert bed.pool.stats().ready == 12 + 3
+    probe(bed, engine, 1, 2, 200, shared=100)
+    assert hit(bed, engine, 1, 200) == 0
+
+
+def test_a_junction_is_kept_too_and_hit_by_the_next_request():
+    bed, engine = bed_and_engine([FULL, SWA])
+    save(bed, engine, 1, 200, junction=100)
+    assert bed.pool.stats().ready == 12 + 6
+    probe(bed, engine, 1, 2, 200, shared=100)
+    assert hit(bed, engine, 1, 200) == 96
+    assert load(bed, engine, 1, 96)[0].status == "done"
+    assert_loaded(engine, 1, 96)
+
+
+@pytest.mark.parametrize(("retention", "length"), [(None, 96), (48, 96), (64, 64)])
+def test_denser_retention_hits_inside_a_prompt(retention, length):
+    bed, engine = bed_and_engine([FULL, SWA], retention=retention)
+    save(bed, engine, 1, 200)
+    probe(bed, engine, 1, 2, 200, shared=100)
+    assert hit(bed, engine, 1, 200) == length
+    assert load(bed, engine, 1, length)[0].status == "done"
+    assert_loaded(engine, 1, length)
+
+
+def test_a_window_whose_block_is_gone_is_not_stored_and_no_fault():
+    bed, engine = bed_and_engine([FULL, SWA])
+    save(bed, engine, 1, 200, lost=(1, 10))
+    probe(bed, engine, 1, 1, 200)
+    assert hit(bed, engine, 1, 200) == 0
+
+
+@pytest.mark.parametrize("lost", [(0, 3), (1, 10)])
+def test_a_load_into_the_null_block_is_refused(lost):
+    bed, engine = bed_and_engine([FULL, SWA])
+    save(bed, engine, 1, 200)
+    probe(bed, engine, 1, 1, 200)
+    hit(bed, engine, 1, 200)
+    (end,) = load(bed, engine, 1, 192, lost=lost)
+    assert (end.status, end.reason) == ("failed", "tables")
+
+
+def test_a_shorter_total_than_was_leased_is_refused_when_its_window_differs():
+    bed, engine = bed_and_engine([FULL, SWA])
+    save(bed, engine, 1, 200)
+    probe(bed, engine, 1, 1, 200)
+    hit(bed, engine, 1, 200)
+    (end,) = load(bed, engine, 1, 96)
+    assert (end.status, end.reason) == ("failed", "lease")
+
+
+@pytest.mark.parametrize(("retention", "shorter"), [(0, 0), (None, 144)])
+def test_a_bad_checksum_names_what_is_still_complete(retention, shorter):
+    bed, engine = bed_and_engine([FULL, SWA], retention=retention)
+    save(bed, engine, 1, 200)
+    probe(bed, engine, 1, 1, 200)
+    hit(bed, engine, 1, 200)
+    window = bed.pipeline._core.leases.get((engine.session.life, 1)).groups[1]
+    first = int(bed.pool.payload_offsets(window.entries[:1])[0])
+    bed.copies.memory[first] += 1
+    (end,) = load(bed, engine, 1, 192)
+    assert (end.status, end.reason, end.shorter_tokens) == ("failed", "checksum", shorter)
+
+
+def test_windows_of_a_local_hit_are_refreshed_with_the_prefix():
+    """A full pool drops what nobody used: not the window that the engine itself hit."""
+    bed, engine = Bed(slots=19), make_engine(kinds=[FULL, SWA], num_blocks=1000)
+    save(bed, engine, 1, 200)
+    save(bed, engine, 2, 2 * BLOCK + 1)
+    probe(bed, engine, 1, 1, 200)
+    bed.say(engine.scheduler, Release([1]))
+    save(bed, engine, 3, 2 * BLOCK + 1)
+    probe(bed, engine, 2, 1, 200)
+    assert hit(bed, engine, 2, 200) == 192
