@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,6 +53,12 @@ class Report(msgspec.Struct, frozen=True):
             return "nothing hit: the second engine computed every prompt again"
         return ""
 
+    def summary(self) -> str:
+        """Return the good end in one line."""
+        hits = sum(row.hit_tokens for row in self.prompts)
+        tokens = sum(row.tokens for row in self.prompts)
+        return f"all {len(self.prompts)} outputs are identical; {hits:,} of {tokens:,} tokens hit"
+
 
 def run_demo(model: str = DEFAULT_MODEL, prompts: int = PROMPTS_MAX, json_file: str = "") -> int:
     """Run the demo, print its table and return the exit code: 1 if it failed.
@@ -73,6 +80,8 @@ def run_demo(model: str = DEFAULT_MODEL, prompts: int = PROMPTS_MAX, json_file: 
     wrong = report.verdict()
     if wrong:
         print(f"kvferry demo: {wrong}", file=sys.stderr)
+    else:
+        print(f"kvferry demo: {report.summary()}")
     return 1 if wrong else 0
 
 
@@ -161,9 +170,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line (``python -m kvferry_demo.run``) and run the demo."""
     parser = argparse.ArgumentParser(prog="kvferry demo", description=__doc__)
     parser.add_argument("--model", default=DEFAULT_MODEL, choices=sorted(MODELS))
-    parser.add_argument("--prompts", type=int, default=PROMPTS_MAX, help=f"1 to {PROMPTS_MAX}")
+    numbers = range(1, PROMPTS_MAX + 1)
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=PROMPTS_MAX,
+        choices=numbers,
+        metavar="N",
+        help=f"1 to {PROMPTS_MAX}",
+    )
     parser.add_argument("--json", default="", metavar="FILE", help="write the table there too")
     options = parser.parse_args(arguments)
+    if find_spec("vllm") is None:
+        parser.error(
+            "vLLM is not installed here; the demo runs real engines on the CPU. "
+            "Run `make setup`, or pip install 'kvferry[sidecar,test]'"
+        )
     signal.signal(signal.SIGTERM, _raise_exit)
     return run_demo(options.model, options.prompts, options.json)
 

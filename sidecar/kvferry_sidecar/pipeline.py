@@ -240,6 +240,7 @@ class Pipeline:
             missed_requests=lookups.missed_requests,
             hit_tokens=lookups.hit_tokens,
             missed_tokens=lookups.missed_tokens,
+            local_requests=lookups.local_requests,
             declines={str(reason): count for reason, count in core.declines.items()},
             skips={str(reason): count for reason, count in core.skips.items()},
             idle_falls=core.leases.idle_falls,

@@ -28,6 +28,7 @@ class Admission:
     last_hash: bytes
     keys: list[Keys]
     answered: bool = False
+    hint_tokens: int = 0  # of the last hint
     leased: bool = False  # a lease was taken: that has marked the chunks as used
 
     def key_bytes(self) -> int:

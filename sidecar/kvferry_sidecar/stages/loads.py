@@ -134,14 +134,19 @@ class LoadWork:
         self._core.leases.drop(self._lease)
 
     def _corrupt(self, bad: list[tuple[int, int]]) -> End:
-        """Doom the chunks whose bytes differ; what lies before the first of them is good."""
+        """Doom what was read from the first chunk whose bytes differ; before it all is good.
+
+        The copy stopped there: were the rest kept, unread, each further damage in it would cost
+        another failed load.
+        """
         shorter = self._job.total_tokens
         for group_index, bad_index in bad:
             load = self._groups[group_index]
-            self._core.pool.doom(load.entries[bad_index : bad_index + 1])
+            self._core.pool.doom(load.entries[bad_index:])
             shorter = min(shorter, int(load.chunks[bad_index]) * load.shape.block_tokens)
             self._core.log.error(
                 "checksum mismatch",
+                engine=self._lease.session.engine_id,
                 job=self._job.job,
                 group=load.shape.group,
                 chunk=int(load.chunks[bad_index]),

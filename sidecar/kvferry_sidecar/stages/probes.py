@@ -29,7 +29,10 @@ _hash_bytes_max = 64
 
 @dataclass(slots=True)
 class LookupCounters:
-    """Of first answers: one per admission, so that asking again counts nothing."""
+    """Of first answers: one per admission, so that asking again counts nothing.
+
+    ``local_requests`` never asked, though the hint was no miss: the engine had as much itself.
+    """
 
     probes: int = 0
     asks: int = 0
@@ -38,6 +41,7 @@ class LookupCounters:
     missed_requests: int = 0
     hit_tokens: int = 0
     missed_tokens: int = 0
+    local_requests: int = 0
 
 
 class Probes:
@@ -66,6 +70,7 @@ class Probes:
             return
         shape, admission = found
         hit_tokens = self._hit(shape, admission, admission.num_tokens)
+        admission.hint_tokens = hit_tokens
         self._core.send(peer, Hint(probe.admission, hit_tokens, probe.total))
 
     def on_ask(self, peer: Peer, ask: Ask, now_s: float) -> None:
@@ -89,6 +94,7 @@ class Probes:
             if admission is not None and shape is not None and not admission.leased:
                 # Wanted again, though the engine had it itself and took no lease.
                 refresh(self._core.pool, shape, admission.keys)
+                self._count_unasked(shape, admission)
             self._core.admissions.drop(life, number)
             self._core.leases.drop_unowned(LeaseKey(life, number))
 
@@ -298,6 +304,17 @@ class Probes:
 
     def _hit(self, shape: SessionShape, admission: Admission, max_tokens: int) -> int:
         return stored_hit(self._core.pool, shape, admission.keys, max_tokens=max_tokens).tokens
+
+    def _count_unasked(self, shape: SessionShape, admission: Admission) -> None:
+        """Count a request that ended at its hint: a miss, or what the engine had itself."""
+        if admission.answered:
+            return
+        if admission.hint_tokens:
+            self.counters.local_requests += 1
+        else:
+            align = shape.rules.hit_alignment
+            self.counters.missed_requests += 1
+            self.counters.missed_tokens += (admission.num_tokens - 1) // align * align
 
     def _count(self, admission: Admission, ask: Ask, answer: Answer) -> None:
         if admission.answered:

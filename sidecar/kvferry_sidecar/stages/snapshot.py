@@ -31,6 +31,7 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
     missed_requests: int
     hit_tokens: int
     missed_tokens: int
+    local_requests: int
     declines: dict[str, int]  # lookups and frames that were declined, by reason
     skips: dict[str, int]  # chunks that saves skipped, by reason
     idle_falls: int  # leases that fell by idle time

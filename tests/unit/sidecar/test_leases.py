@@ -211,6 +211,15 @@ def test_hits_and_misses_are_counted_once_per_admission(bed, engine):
     assert (snapshot.hit_tokens, snapshot.missed_tokens) == (3 * BLOCK, 6 * BLOCK)
 
 
+def test_requests_that_end_at_their_hint_are_counted_too(bed, engine):
+    stored_and_probed(bed, engine)
+    bed.probe(engine, 2, 9, 4)
+    bed.say(engine.scheduler, Release([1, 2]))
+    snapshot = bed.pipeline.snapshot()
+    assert (snapshot.hit_requests, snapshot.missed_requests, snapshot.local_requests) == (0, 1, 1)
+    assert snapshot.missed_tokens == 4 * BLOCK
+
+
 def test_an_entry_that_cannot_be_leased_shortens_the_answer(bed, engine):
     stored_and_probed(bed, engine)
     real = bed.pool.lease

@@ -166,7 +166,8 @@ def test_a_checksum_mismatch_dooms_the_chunk_and_names_the_shorter_prefix():
     bed, engine = Bed(), make_engine()
     leased(bed, engine, 1, 4)
     offsets = sorted(bed.copies.memory)
-    bed.copies.memory[offsets[2]] += 1
+    for damaged in offsets[2:]:  # all of it costs one failed load
+        bed.copies.memory[damaged] += 1
     job, raw = bed.load_job(engine, 1, [5, 6, 7, 8])
     bed.submit(engine.workers[0], job, raw)
     bed.run_copies()
@@ -174,6 +175,7 @@ def test_a_checksum_mismatch_dooms_the_chunk_and_names_the_shorter_prefix():
     assert (end.status, end.reason, end.shorter_tokens) == ("failed", "checksum", 2 * BLOCK)
     assert bed.ask(engine, 1).hit_tokens == 2 * BLOCK
     assert bed.pool.stats().doomed == 0  # the load's lease was the last one on it
+    assert bed.pool.stats().ready == 2
 
 
 def test_a_failed_rank_aborts_the_stripe():
