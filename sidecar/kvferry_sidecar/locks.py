@@ -14,7 +14,6 @@ any descriptor of that file**, not only the one that was locked. Therefore
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -145,7 +144,7 @@ def prepare_run_dir(run_dir: Path) -> None:
         raise RunDirError(
             f"run directory {run_dir} has mode {mode:04o}; others could reach or replace our "
             "sockets",
-            f"chmod 0700 {run_dir} (or 0750 to let a group attach)",
+            f"chmod 0700 {run_dir}",
         )
 
 
@@ -154,7 +153,17 @@ def lock_run_dir(run_dir: Path) -> FileLock:
 
     Raises RunDirError: it names the holder, or says why the file cannot be used.
     """
-    path = run_dir / LOCK_FILE
+    try:
+        return _lock_file(run_dir, run_dir / LOCK_FILE)
+    except OSError as error:
+        raise RunDirError(
+            f"lock file {run_dir / LOCK_FILE} cannot be used: {error.strerror}",
+            "remove it if it is not a plain file of this user, make sure that the directory can "
+            "be written and has space, or set another run_dir",
+        ) from error
+
+
+def _lock_file(run_dir: Path, path: Path) -> FileLock:
     for _ in range(lock_attempts_max):
         if held_by_this_process(path):
             raise _held_error(run_dir, "this process")
@@ -164,11 +173,18 @@ def lock_run_dir(run_dir: Path) -> FileLock:
         except StaleFileError:
             os.close(fd)
             continue
+        except OSError:
+            os.close(fd)
+            raise
         if lock is None:
             holder = _read_holder(fd)
             os.close(fd)
             raise _held_error(run_dir, holder)
-        _write_holder(fd)
+        try:
+            _write_holder(fd)
+        except OSError:
+            lock.release()
+            raise
         return lock
     raise RunDirError(
         f"{path} is replaced again and again", "stop whatever deletes files in the run directory"
@@ -176,12 +192,22 @@ def lock_run_dir(run_dir: Path) -> FileLock:
 
 
 def remove_stale_sockets(run_dir: Path) -> list[str]:
-    """Remove sockets that former epochs left; only the lock's holder may call it."""
+    """Remove sockets that former epochs left; only the lock's holder may call it.
+
+    Raises RunDirError: something under a socket's name cannot be removed.
+    """
     removed: list[str] = []
     for path in [run_dir / ATTACH_SOCKET, *sorted(run_dir.glob("ctl-*.sock"))]:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             path.unlink()
-            removed.append(path.name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise RunDirError(
+                f"{path} is in the way of a socket and cannot be removed: {error.strerror}",
+                "remove it by hand or set another run_dir",
+            ) from error
+        removed.append(path.name)
     return removed
 
 

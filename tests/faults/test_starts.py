@@ -72,7 +72,9 @@ def test_a_damaged_pool_header_is_replaced_loudly(where: int) -> None:
 
 def test_a_foreign_file_under_the_pools_name_is_replaced_loudly() -> None:
     with servings(1) as (one,):
-        (SHM / one.pool_name).write_bytes(os.urandom(12_345))
+        foreign = SHM / one.pool_name
+        foreign.touch(mode=0o600)  # others may not open it: it can only be ours
+        foreign.write_bytes(os.urandom(12_345))
         one.start_ready()
         with client_engine(one.run_dir) as engine:
             engine.put("new")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
+import resource
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,10 @@ _REMEDY_SPACE = (
     "lower tiers.host.bytes, or enlarge the file system (mount -o remount,size=..., docker "
     "--shm-size, or an emptyDir of medium Memory) and the container's memory limit"
 )
+_REMEDY_FILE_LIMIT = "raise ulimit -f (LimitFSIZE= of a systemd unit) or lower tiers.host.bytes"
+_REMEDY_MAPPING = "raise ulimit -v (LimitAS= of a systemd unit) or lower tiers.host.bytes"
+_CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
+_CGROUP_DIR = Path("/sys/fs/cgroup")
 
 
 @dataclass(slots=True, eq=False)
@@ -59,11 +66,28 @@ def open_pool(
     segment_bytes = Pool.segment_bytes_for(arena_bytes, slab_bytes, keys_max)
     lock = _lock(name)
     try:
-        pool = _attach_warm(lock, segment_bytes, slab_bytes, epoch, log)
+        pool, unfit = _attach_warm(lock, segment_bytes, slab_bytes, epoch)
         warm = pool is not None
         if pool is None:
+            log.info(f"reserving {segment_bytes} bytes", segment=str(lock.path))
+            _check_fits(lock, segment_bytes)
+            if unfit:
+                log.warning(
+                    "pool replaced: its objects are lost", segment=str(lock.path), reason=unfit
+                )
             _size(lock, segment_bytes)
-            pool = Pool.create(lock.fd, segment_bytes, slab_bytes, keys_max, epoch, threads)
+            try:
+                pool = Pool.create(lock.fd, segment_bytes, slab_bytes, keys_max, epoch, threads)
+            except (OSError, MemoryError) as error:
+                _drop(lock)
+                raise _unmappable(lock, segment_bytes, error) from error
+        elif (kept := pool.stats().keys_max) != keys_max:
+            log.warning(
+                "the kept pool has another keys_max than configured: remove the segment to change",
+                segment=str(lock.path),
+                keys_max=kept,
+                keys_max_configured=keys_max,
+            )
     except BaseException:
         lock.release()
         raise
@@ -83,10 +107,14 @@ def _lock(name: str) -> locks.FileLock:
                 "choose another tiers.host.name, or remove the file if it is nobody's",
             ) from error
         try:
+            _check_private(fd, path)
             lock = locks.try_lock(fd, path)
         except locks.StaleFileError:
             os.close(fd)
             continue
+        except BaseException:
+            os.close(fd)
+            raise
         if lock is None:
             pid = locks.holder_pid(fd)
             os.close(fd)
@@ -104,31 +132,104 @@ def _held(path: Path, holder: str) -> PoolSegmentError:
     )
 
 
+def _check_private(fd: int, path: Path) -> None:
+    """Refuse a file that another user made or can open: the cache would be theirs to alter."""
+    status = os.fstat(fd)
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not mode & 0o077:
+        return
+    kind = "file" if stat.S_ISREG(status.st_mode) else "special file"
+    raise PoolSegmentError(
+        f"the pool segment {path} is a {kind} of uid {status.st_uid} with mode {mode:04o}; it must "
+        f"be a plain file of uid {os.geteuid()} that only its owner can open",
+        "remove it or choose another tiers.host.name",
+    )
+
+
 def _attach_warm(
-    lock: locks.FileLock, segment_bytes: int, slab_bytes: int, epoch: int, log: Log
-) -> Pool | None:
-    """Return the pool that a former sidecar left, or None when there is none to keep."""
+    lock: locks.FileLock, segment_bytes: int, slab_bytes: int, epoch: int
+) -> tuple[Pool | None, str]:
+    """Return the pool that a former sidecar left, or None and why what is there cannot be kept."""
     found_bytes = os.fstat(lock.fd).st_size
     if found_bytes == 0:
-        return None
+        return None, ""
     if found_bytes != segment_bytes:
-        _log_replaced(log, lock, f"it has {found_bytes} bytes, configured are {segment_bytes}")
-        return None
+        return None, f"it has {found_bytes} bytes, configured are {segment_bytes}"
     try:
         pool = Pool.attach(lock.fd, epoch)
     except PoolFormatError as error:
-        _log_replaced(log, lock, str(error))
-        return None
+        return None, str(error)
+    except (OSError, MemoryError) as error:
+        raise _unmappable(lock, segment_bytes, error) from error
     if pool.slab_bytes != slab_bytes:
         reason = f"its slabs have {pool.slab_bytes} bytes, configured are {slab_bytes}"
         pool.close()
-        _log_replaced(log, lock, reason)
+        return None, reason
+    return pool, ""
+
+
+def _check_fits(lock: locks.FileLock, segment_bytes: int) -> None:
+    """Raise PoolSegmentError when the bytes cannot be had; what the segment holds is untouched."""
+    found = os.fstat(lock.fd)
+    try:
+        _check_limits(segment_bytes)
+        if segment_bytes > _free_bytes() + found.st_blocks * 512:
+            raise _no_space(segment_bytes, found.st_blocks * 512)
+        try:  # takes addresses, but no memory
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            mmap.mmap(-1, segment_bytes, flags=flags, prot=mmap.PROT_READ).close()
+        except OSError as error:
+            raise _unmappable(lock, segment_bytes, error) from error
+    except PoolSegmentError:
+        if found.st_size == 0:
+            _drop(lock)
+        raise
+
+
+def _check_limits(segment_bytes: int) -> None:
+    file_bytes_max, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if file_bytes_max != resource.RLIM_INFINITY and segment_bytes > file_bytes_max:
+        raise PoolSegmentError(
+            f"the pool's segment of {segment_bytes} bytes is over this process's file size limit "
+            f"of {file_bytes_max} bytes (ulimit -f)",
+            _REMEDY_FILE_LIMIT,
+        )
+    memory = _cgroup_memory_max()
+    if memory is not None and segment_bytes > memory[0]:
+        raise PoolSegmentError(
+            f"the pool's segment of {segment_bytes} bytes is over the memory limit of "
+            f"{memory[0]} bytes ({memory[1]}): the kernel would kill this process",
+            "raise the container's memory limit (docker --memory, resources.limits.memory, "
+            "MemoryMax= of a systemd unit) or lower tiers.host.bytes",
+        )
+
+
+def _cgroup_memory_max() -> tuple[int, Path] | None:
+    """Return the least memory limit of this process's cgroup and those above it, and its file.
+
+    A container without a cgroup namespace reads its host's path there; the walk up ends at the
+    mount's root, which then is the container's own.
+    """
+    try:
+        lines = _CGROUPS_OF_PROCESS.read_text().splitlines()
+    except OSError:
         return None
-    return pool
-
-
-def _log_replaced(log: Log, lock: locks.FileLock, reason: str) -> None:
-    log.warning("pool replaced: its objects are lost", segment=str(lock.path), reason=reason)
+    found: list[tuple[int, Path]] = []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers:
+            root, name = _CGROUP_DIR, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = _CGROUP_DIR / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = Path(group.lstrip("/"))
+        for one in (folder, *folder.parents):
+            file = root / one / name
+            with contextlib.suppress(OSError, ValueError):  # not there; "max"
+                found.append((int(file.read_text()), file))
+    return min(found, default=None)
 
 
 def _size(lock: locks.FileLock, segment_bytes: int) -> None:
@@ -137,18 +238,45 @@ def _size(lock: locks.FileLock, segment_bytes: int) -> None:
         os.ftruncate(lock.fd, 0)
         os.posix_fallocate(lock.fd, 0, segment_bytes)
     except OSError as error:
-        with contextlib.suppress(OSError):  # what was taken so far is given back
-            os.ftruncate(lock.fd, 0)
-        with contextlib.suppress(FileNotFoundError):
-            lock.path.unlink()
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        _drop(lock)
+        if error.errno == errno.EFBIG:
+            raise PoolSegmentError(
+                f"the pool segment {lock.path} of {segment_bytes} bytes is larger than a file may "
+                "be here (ulimit -f, or the file system's own limit)",
+                _REMEDY_FILE_LIMIT,
+            ) from error
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise PoolSegmentError(
                 f"the pool segment {lock.path} cannot be sized: {error.strerror}",
                 "check the file system of /dev/shm",
             ) from error
-        space = os.statvfs(SHM_DIR)
-        free_bytes = space.f_bavail * space.f_frsize
-        raise PoolSegmentError(
-            f"{SHM_DIR} has no {segment_bytes} bytes for the pool ({free_bytes} are free)",
-            _REMEDY_SPACE,
-        ) from error
+        raise _no_space(segment_bytes, 0) from error
+
+
+def _drop(lock: locks.FileLock) -> None:
+    """Give back what the segment took, and remove it: it holds no pool."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock.fd, 0)
+    with contextlib.suppress(FileNotFoundError):
+        lock.path.unlink()
+
+
+def _free_bytes() -> int:
+    space = os.statvfs(SHM_DIR)
+    return space.f_bavail * space.f_frsize
+
+
+def _no_space(segment_bytes: int, held_bytes: int) -> PoolSegmentError:
+    held = f", {held_bytes} are in the segment that it would replace" if held_bytes else ""
+    return PoolSegmentError(
+        f"{SHM_DIR} has no {segment_bytes} bytes for the pool ({_free_bytes()} are free{held})",
+        _REMEDY_SPACE,
+    )
+
+
+def _unmappable(lock: locks.FileLock, segment_bytes: int, error: Exception) -> PoolSegmentError:
+    why = error.strerror if isinstance(error, OSError) else "out of memory"
+    return PoolSegmentError(
+        f"the pool segment {lock.path} of {segment_bytes} bytes cannot be mapped: {why}",
+        _REMEDY_MAPPING,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -68,8 +69,9 @@ def test_a_new_directory_is_private(run_dir: Path) -> None:
 def test_a_directory_open_to_others_is_refused(run_dir: Path, mode: int) -> None:
     run_dir.mkdir()
     run_dir.chmod(mode)
-    with pytest.raises(RunDirError, match=f"mode {mode:04o}.*chmod 0700"):
+    with pytest.raises(RunDirError, match=f"mode {mode:04o}.*chmod 0700") as refused:
         locks.prepare_run_dir(run_dir)
+    assert "group" not in refused.value.remedy, "the uid check admits no group"
 
 
 def test_a_directory_for_a_group_is_accepted(run_dir: Path) -> None:
@@ -183,3 +185,60 @@ def test_sockets_of_former_epochs_are_removed(run_dir: Path) -> None:
     assert locks.remove_stale_sockets(run_dir) == ["attach.sock", "ctl-00ff.sock", "ctl-aa.sock"]
     assert [path.name for path in run_dir.iterdir()] == ["other.sock"]
     assert locks.remove_stale_sockets(run_dir) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "loop", "directory"])
+def test_a_lock_file_that_is_none_is_refused_with_a_remedy(run_dir: Path, kind: str) -> None:
+    locks.prepare_run_dir(run_dir)
+    path = run_dir / LOCK_FILE
+    if kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(path if kind == "loop" else run_dir / "elsewhere")
+    before = open_descriptors()
+    with pytest.raises(RunDirError, match=f"lock file {path} cannot be used.*set another run_dir"):
+        locks.lock_run_dir(run_dir)
+    assert open_descriptors().keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [("open", errno.EROFS), ("open", errno.ENOSPC), ("pwrite", errno.ENOSPC)],
+)
+def test_a_directory_that_takes_no_bytes_is_refused_with_a_remedy(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    locks.prepare_run_dir(run_dir)
+    before = open_descriptors()
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(locks.os, call, refuse)
+        with pytest.raises(RunDirError, match=f"{os.strerror(number)}.*has space"):
+            locks.lock_run_dir(run_dir)
+    assert open_descriptors().keys() == before.keys()
+    locks.lock_run_dir(run_dir).release()
+
+
+def test_a_file_system_without_locks_is_refused_with_a_remedy(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks.prepare_run_dir(run_dir)
+    before = open_descriptors()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks.fcntl, "lockf", refuse)
+    with pytest.raises(RunDirError, match=os.strerror(errno.ENOLCK)):
+        locks.lock_run_dir(run_dir)
+    assert open_descriptors().keys() == before.keys()
+
+
+def test_a_directory_in_a_sockets_place_is_refused_with_a_remedy(run_dir: Path) -> None:
+    locks.prepare_run_dir(run_dir)
+    (run_dir / "attach.sock").mkdir()
+    with pytest.raises(RunDirError, match=r"attach\.sock is in the way.*remove it by hand"):
+        locks.remove_stale_sockets(run_dir)
