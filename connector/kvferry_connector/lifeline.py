@@ -14,6 +14,7 @@ import select
 import threading
 import time
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
@@ -24,7 +25,7 @@ from kvferry_connector.config import FerryConfig
 from kvferry_connector.half import Half, MemoryHandle, introduce, refusal_text
 from kvferry_connector.link import HotSocket, Link
 from kvferry_connector.log import LOGGER
-from kvferry_connector.stream import AttachStream
+from kvferry_connector.stream import AttachStream, UntrustedError
 from kvferry_connector.wire import attach
 from kvferry_connector.wire.attach import RegisterEngine, RegisterRank
 from kvferry_connector.wire.codec import WireError
@@ -45,6 +46,8 @@ _TEXTS = {
     "Start `kvferry serve --run-dir %s`, or correct run_dir in kv_connector_extra_config",
     "refused": "kvferry: %s was refused by the sidecar at %s: %s. See also the log of the sidecar "
     "in %s",
+    "untrusted": "kvferry: %s refused to attach at %s: %s. Nothing is handed over until "
+    "%s is in order",
     "registered": "kvferry: %s is registered with the sidecar at %s (%s); waiting for the other "
     "halves in %s",
     "ready": "kvferry: %s uses the sidecar at %s (%s); see `kvferry status --run-dir %s`",
@@ -57,7 +60,7 @@ class _DetachedError(Exception):
 
 
 class _RefusedError(Exception):
-    """The sidecar refused the attach or the registration."""
+    """The sidecar refused the attach or the registration, or we refused it ("untrusted")."""
 
     def __init__(self, refused: attach.Refused) -> None:
         super().__init__(refusal_text(refused))
@@ -139,18 +142,21 @@ class Lifeline:
         while not self._stopping:
             attached = False
             try:
-                self._attach()
-                attached, backoff_s = True, backoff_s_min
-                self._keep()
-            except _RefusedError as error:
-                self._detach("refused", str(error))
-                self.counts["refusals"] += 1
-                self.refusal, backoff_s = error.refused, backoff_s_max
-            except (_DetachedError, OSError, WireError, zmq.ZMQError) as error:
-                self._detach("away", str(error))
-            except Exception:  # the thread must not end: nobody else would learn of deaths
-                logger.exception("lifeline of %s failed and starts again", self._half.name)
-                self._detach("away", "an internal error, see above")
+                try:
+                    self._attach()
+                    attached, backoff_s = True, backoff_s_min
+                    self._keep()
+                except _RefusedError as error:
+                    backoff_s = backoff_s_max
+                    self._detach("refused", str(error), error.refused)
+                    self.counts["refusals"] += 1
+                except (_DetachedError, OSError, WireError, zmq.ZMQError) as error:
+                    self._detach("away", str(error))
+            except Exception:  # also of a handler: nobody else would learn of deaths
+                with suppress(Exception):  # also of a log's handler
+                    logger.exception("lifeline of %s failed and starts again", self._half.name)
+                with suppress(Exception):
+                    self._detach("away", "an internal error, see above")
             self.counts["attach_failures"] += not attached
             self._rest(backoff_s)
             backoff_s = min(2 * backoff_s, backoff_s_max)
@@ -163,13 +169,17 @@ class Lifeline:
             try:
                 self._pump(end)
             except Exception:  # as above
-                logger.exception("lifeline of %s failed while it waits", self._half.name)
+                with suppress(Exception):
+                    logger.exception("lifeline of %s failed while it waits", self._half.name)
                 time.sleep(backoff_s)
 
     def _attach(self) -> None:
         """Connect, introduce ourselves, register, and publish the link."""
         deadline = time.monotonic() + self._config.attach_ms_max / 1000
-        self._stream = stream = AttachStream(attach_path(self._config.run_path()))
+        try:
+            self._stream = stream = AttachStream(attach_path(self._config.run_path()))
+        except UntrustedError as error:
+            raise _RefusedError(attach.Refused("untrusted", str(error))) from error
         hello, fds = introduce(self._half, self._memories, self._pidfd)
         stream.send(hello, fds)
         welcome = self._expect(attach.Welcome, deadline)
@@ -297,13 +307,14 @@ class Lifeline:
             self._registered = newest
             self._stream.send(attach.Rotate(version=newest.version))
 
-    def _detach(self, state: str, reason: str) -> None:
+    def _detach(self, state: str, reason: str, refused: attach.Refused | None = None) -> None:
         self.published = self._registered = None
         self._epoch = 0
+        self.refusal = refused or self.refusal
         self._inbox.clear()
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
         self._show(state, reason)
 
     def _show(self, state: str, reason: str) -> None:
@@ -315,4 +326,6 @@ class Lifeline:
             level = logging.DEBUG
         self._said = said
         folder = self._config.run_path()
-        logger.log(level, _TEXTS[state], self._half.name, folder, reason, folder)
+        untrusted = state == "refused" and self.refusal and self.refusal.code == "untrusted"
+        text = _TEXTS["untrusted" if untrusted else state]
+        logger.log(level, text, self._half.name, folder, reason, folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import os
 import socket
+import stat
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +15,50 @@ from kvferry_connector.wire.codec import WireError
 
 _READ_BYTES = 64 << 10
 _unsent_bytes_max = 2 * attach.attach_bytes_max
+_UCRED = struct.Struct("iII")  # pid, uid, gid
+_UNMAPPED_UID = 65534
 
 
 class StreamClosedError(ConnectionError):
     """The sidecar closed the stream: a hint of its end, not a proof."""
+
+
+class UntrustedError(Exception):
+    """Another user could be behind this socket; the text has what, why and the remedy."""
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UntrustedError when others may have put a socket there, OSError when it is missing."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise UntrustedError(
+            f"{folder} is no directory (a link to one can be turned elsewhere); set run_dir to "
+            "the directory itself"
+        )
+    _check_uid(status.st_uid, "the run directory belongs to")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UntrustedError(
+            f"the run directory has mode {stat.S_IMODE(status.st_mode):04o}, so that others could "
+            f"put their own socket there; chmod 0700 {folder}"
+        )
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the uid that listens at the other end, as this user namespace sees it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return int(_UCRED.unpack(raw)[1])
+
+
+def _check_uid(uid: int, what: str) -> None:
+    if uid in (os.geteuid(), 0):
+        return
+    remedy = f"run the sidecar as uid {os.geteuid()}, or set run_dir to the one of its own sidecar"
+    if uid == _UNMAPPED_UID:
+        remedy += f" ({uid} may stand for a uid of another user namespace: share the namespace)"
+    raise UntrustedError(
+        f"{what} uid {uid}, the engine is uid {os.geteuid()} and gives its memory to nobody but "
+        f"its own user and root; {remedy}"
+    )
 
 
 class AttachStream:
@@ -26,7 +68,11 @@ class AttachStream:
     """
 
     def __init__(self, path: Path) -> None:
-        """Connect. Raises OSError when nobody listens there (or its backlog is full)."""
+        """Connect. Raises OSError when nobody listens there (or its backlog is full).
+
+        Raises UntrustedError when it is not certain that our own user or root listens there.
+        """
+        check_folder(path.parent)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)
         self._unsent = bytearray()
@@ -34,7 +80,8 @@ class AttachStream:
         self._fds: list[int] = []
         try:
             self._socket.connect(os.fspath(path))
-        except OSError:
+            _check_uid(peer_uid(self._socket), f"{path} is served by")
+        except (OSError, UntrustedError):
             self._socket.close()
             raise
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from kvferry_connector.client import Client, Half
 from kvferry_connector.config import FerryConfig
+from kvferry_connector.log import LOGGER
 from support.clients import ENGINE, SCHEDULER, Attach, Serve
 from support.mini_sidecar import MiniSidecar
 from support.waiting import wait_until
@@ -41,3 +43,14 @@ def client_for(tmp_path: Path) -> Iterator[Attach]:
     yield make
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def ferry_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Each record of the connector once, whether or not vLLM has set its loggers up."""
+    logger = logging.getLogger(LOGGER)
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.propagate = propagate

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvferry_connector import stream
 from kvferry_connector.client import Client, Half, Link, MemoryHandle
-from kvferry_connector.log import LOGGER, logger
+from kvferry_connector.config import FerryConfig
+from kvferry_connector.log import LOGGER
 from kvferry_connector.wire import attach, hot
 from kvferry_connector.wire.names import FENCE_PAGE_BYTES, NO_VERSION
 from support import forking_half
-from support.clients import RANK, Attach, Serve, ready_link
+from support.clients import ENGINE, RANK, SCHEDULER, Attach, Serve, ready_link
 from support.mini_sidecar import MiniSidecar
 from support.waiting import wait_until
 
@@ -132,21 +135,89 @@ def test_stale_and_foreign_frames_are_dropped(serve: Serve, client_for: Attach) 
     ("flag", "code"), [("--refuse-hello", "busy"), ("--refuse-registration", "geometry")]
 )
 def test_a_refusal_is_kept_logged_once_and_retried(
-    flag: str, code: str, serve: Serve, client_for: Attach, caplog: pytest.LogCaptureFixture
+    flag: str, code: str, serve: Serve, client_for: Attach, ferry_log: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, LOGGER)
-    logger.addHandler(caplog.handler)  # vLLM's loggers do not propagate to the root
+    ferry_log.set_level(logging.INFO, LOGGER)
     sidecar = serve(1, flag)
     client = client_for()
     wait_until(lambda: client.counts["refusals"] >= 2, "refused twice")
     assert client.link() is None
     assert client.refusal is not None
     assert (client.refusal.code, client.state) == (code, "refused")
-    refused = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    refused = [r.getMessage() for r in ferry_log.records if "refused" in r.getMessage()]
     assert len(refused) == 1
     if code == "geometry":
         assert "kind: engine mla, sidecar full (serve another model)" in refused[0]
     sidecar.kill()
+    serve(2)
+    ready_link(client, 2)
+    assert client.refusal is None
+
+
+def make_foreign(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(folder, 4711, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+
+
+def make_link(folder: Path, _: pytest.MonkeyPatch) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (make_foreign, "the run directory belongs to uid"),
+        (make_link, "run is no directory"),
+        (lambda folder, _: folder.chmod(0o720), "has mode 0720, so that others could"),
+        (lambda folder, _: folder.chmod(0o1702), "has mode 1702, so that others could"),
+    ],
+)
+def test_nothing_is_handed_over_in_a_folder_of_others(
+    spoil: Callable[[Path, pytest.MonkeyPatch], None], text: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = tmp_path / "run"
+    folder.mkdir(0o700)
+    sidecar = MiniSidecar(folder, 1)
+    wait_until(lambda: sidecar.events("listening"), "the mini sidecar listens")
+    spoil(folder, monkeypatch)
+    client = Client(FerryConfig(run_dir=str(folder)), SCHEDULER, ENGINE, ())
+    client.start()
+    wait_until(lambda: client.counts["refusals"] >= 2, "refused twice")
+    assert client.refusal is not None
+    assert (client.refusal.code, client.state) == ("untrusted", "refused")
+    assert text in client.refusal.message
+    client.close()
+    assert sidecar.events("hello") == sidecar.events("hung up") == []
+    sidecar.kill()
+
+
+@pytest.mark.parametrize("uid", [4711, 65534])
+def test_nothing_is_handed_over_to_another_user(
+    uid: int, serve: Serve, client_for: Attach, monkeypatch: pytest.MonkeyPatch,
+    ferry_log: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    flags = ["--listen-uid", str(uid)]
+    if os.geteuid() != 0:  # then nobody else can listen: the kernel's word is made up
+        flags = []
+        monkeypatch.setattr(stream, "peer_uid", lambda _: uid)
+    sidecar = serve(1, *flags)
+    client = client_for()
+    wait_until(lambda: client.counts["refusals"] >= 2, "refused twice")
+    assert client.refusal is not None
+    assert (client.refusal.code, client.state) == ("untrusted", "refused")
+    assert f"attach.sock is served by uid {uid}, the engine is uid" in client.refusal.message
+    assert f"; run the sidecar as uid {os.geteuid()}, or set run_dir" in client.refusal.message
+    assert ("another user namespace" in client.refusal.message) == (uid == 65534)
+    said = [r.getMessage() for r in ferry_log.records if "refused to attach" in r.getMessage()]
+    assert len(said) == 1
+    wait_until(lambda: len(sidecar.events("hung up")) >= 2, "each stream is closed")
+    assert sidecar.events("hello") == []
+    sidecar.kill()
+    monkeypatch.undo()
     serve(2)
     ready_link(client, 2)
     assert client.refusal is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
 import pytest
 from kvferry_connector.lifeline import Lifeline, unproven_epochs_max
+from kvferry_connector.log import LOGGER
 from support.clients import Attach, Serve, ready_link
 from support.waiting import wait_until
 
@@ -45,6 +47,53 @@ def test_a_bug_in_the_thread_does_not_end_it(
         sidecar.do(hang_up=1)
     wait_until(lambda: len(raised) == 3, f"{method} has raised")
     ready_link(client, 1)
+    sidecar.kill()
+    wait_until(lambda: client.is_dead(1), "the pidfd proves the end")
+
+
+@pytest.mark.parametrize(("method", "first"), [("_detach", 1), ("_show", 1), ("_show", 2)])
+def test_a_bug_in_a_handler_does_not_end_it(
+    serve: Serve, client_for: Attach, monkeypatch: pytest.MonkeyPatch, method: str, first: int
+) -> None:
+    """Whether it raises once, or also where the first one is handled."""
+    sidecar = serve(1)
+    client = client_for()
+    ready_link(client, 1)
+    raised: list[str] = []
+    original = getattr(Lifeline, method)
+
+    def sometimes(self: Lifeline, *args: Any) -> Any:
+        if len(raised) < first:
+            raised.append(method)
+            raise KeyError(method)
+        return original(self, *args)
+
+    monkeypatch.setattr(Lifeline, method, sometimes)
+    sidecar.do(hang_up=1)
+    wait_until(lambda: len(raised) == first, f"{method} has raised")
+    wait_until(lambda: client.counts["attaches"] >= 2, "attached again")
+    ready_link(client, 1)
+    sidecar.kill()
+    wait_until(lambda: client.is_dead(1), "the pidfd proves the end")
+
+
+def test_a_log_that_raises_does_not_end_it(
+    serve: Serve, client_for: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecar = serve(1)
+    client = client_for()
+    ready_link(client, 1)
+    raised: list[str] = []
+
+    def full(record: logging.LogRecord) -> None:
+        raised.append(record.getMessage())
+        raise OSError("the disk of the log is full")
+
+    monkeypatch.setattr(logging.getLogger(LOGGER), "handle", full)
+    sidecar.do(hang_up=1)
+    wait_until(lambda: len(raised) >= 2, "raised, and again where that is logged")
+    monkeypatch.undo()
+    wait_until(lambda: client.counts["attaches"] >= 2, "attached again")
     sidecar.kill()
     wait_until(lambda: client.is_dead(1), "the pidfd proves the end")
 

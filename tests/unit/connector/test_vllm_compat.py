@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kvferry_connector import vllm_compat
-from kvferry_connector.log import LOGGER, logger
+from kvferry_connector.log import LOGGER
 from kvferry_connector.vllm_compat import UnsupportedEngineError, check_engine
 from support.vllm_configs import make_config, write_model
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -44,13 +44,12 @@ def test_other_versions_are_refused_by_name(text: str, folder: Path) -> None:
     assert f"vLLM {text} is not supported" in str(caught.value)
 
 
-def test_the_installed_engine_is_served(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, LOGGER)
-    logger.addHandler(caplog.handler)  # vLLM's loggers do not propagate to the root
+def test_the_installed_engine_is_served(folder: Path, ferry_log: pytest.LogCaptureFixture) -> None:
+    ferry_log.set_level(logging.WARNING, LOGGER)
     check_engine(make_config(folder))
-    assert not [r for r in caplog.records if r.name == LOGGER]
+    assert not [r for r in ferry_log.records if r.name == LOGGER]
     check_engine(make_config(folder, transfer_kv_load_failure_policy="fail"))
-    (record,) = [r for r in caplog.records if r.name == LOGGER]
+    (record,) = [r for r in ferry_log.records if r.name == LOGGER]
     assert "Set kv_load_failure_policy to 'recompute'" in record.getMessage()
 
 
