@@ -24,6 +24,7 @@ from structlog.typing import FilteringBoundLogger as Log
 from kvferry_sidecar import locks
 from kvferry_sidecar.config import Config
 from kvferry_sidecar.engines.host import HostCopyEngine
+from kvferry_sidecar.errors import ConfigError, ExitCode
 from kvferry_sidecar.geometry.validate import validate_rank
 from kvferry_sidecar.keys.namespace import namespace_digest
 from kvferry_sidecar.limits import Limits
@@ -39,15 +40,18 @@ from kvferry_sidecar.tiers.host import HostTier
 from kvferry_sidecar.tiers.segment import PoolSegment, open_pool
 from kvferry_sidecar.transport import Transport
 
+descriptors_min = 64  # sockets, the pool, threads' pipes, and some for attachments
+socket_check_s = 1.0  # how often the attach socket's file is looked at
 drain_grace_s = 1.0  # for the last outcomes to be taken after the pipeline ended its jobs
 
 
 def run(config: Config) -> int:
     """Serve until a signal; returns the exit code. Raises KvferryError when it cannot start."""
-    logs.configure(config.log.level, config.log.format)
+    lines = logs.configure(config.log.level, config.log.format)
     log = logs.get_logger("serve")
     with contextlib.ExitStack() as stack:
-        app = App(config, log, stack)
+        stack.callback(lines.flush)
+        app = App(config, log, stack, lines)
         return app.run()
 
 
@@ -62,14 +66,18 @@ class LoopView:
     leaving_halves: int
     attach_refused: dict[str, int]
     frames_refused: dict[str, int]
+    log_lines_lost: int
 
 
 class App:
     """One sidecar. ``stack`` closes what was built, in reverse order."""
 
-    def __init__(self, config: Config, log: Log, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, config: Config, log: Log, stack: contextlib.ExitStack, lines: logs.Lines
+    ) -> None:
         self._config = config
         self._log = log
+        self._lines = lines
         self.epoch = secrets.randbits(64) or 1
         limits = config.limits
         locks.prepare_run_dir(config.run_dir)
@@ -94,6 +102,9 @@ class App:
         self._build_sessions(stack)
         self._build_sockets(stack)
         self._drain_until_s: float | None = None
+        self._asked = False  # to end, by a signal
+        self._exit_code = ExitCode.OK
+        self._socket_check_s = 0.0
         self._add_tickers()
         log.info(
             "serving",
@@ -109,7 +120,7 @@ class App:
     def run(self) -> int:
         """Turn the loop until a signal ends it; returns the exit code."""
         with Signals(self._loop, self._on_signal):
-            code = self._loop.run()
+            code = int(self._loop.run())
         self._log.info("stopped", exit_code=code)
         return code
 
@@ -179,6 +190,7 @@ class App:
         self._loop.add_ticker("pipeline", self._pipeline.on_tick)
         self._loop.add_ticker("sessions", self._registry.tick)
         self._loop.add_ticker("attach", self._attach.tick)
+        self._loop.add_ticker("socket", self._socket_tick)
         self._loop.add_ticker("drain", self._drain_tick)
 
     # --- events ------------------------------------------------------------------------------
@@ -196,27 +208,52 @@ class App:
         self._pipeline.on_copies(now_s)
 
     def _on_error(self, error: BaseException, what: str) -> None:
-        self._log.error("handler failed", where=what, exc_info=error)
+        with contextlib.suppress(Exception):  # an error that cannot be told must not end the loop
+            self._log.error("handler failed", where=what, exc_info=error)
 
     def _on_signal(self, number: int, now_s: float) -> None:
         name = signal.Signals(number).name
-        if self._drain_until_s is not None:
+        if self._asked and number == signal.SIGHUP:
+            return  # comes twice where a terminal goes, or right after a SIGTERM
+        if self._asked:
             # Asked twice: whatever hangs must not keep the process. Its memory falls with it.
             self._log.warning("ended at once", signal=name)
+            self._lines.flush()
             os._exit(128 + number)
-        drain_s = self._config.limits.drain_ms_max / 1000
-        self._log.info("draining", signal=name, drain_s_max=drain_s)
-        self._drain_until_s = now_s + drain_s + drain_grace_s
-        self._pipeline.drain(now_s)
+        self._asked = True
+        self._log.info("draining", signal=name, drain_s_max=self._config.limits.drain_ms_max / 1000)
+        self._drain(now_s)
+
+    def _drain(self, now_s: float) -> None:
+        if self._drain_until_s is None:
+            self._drain_until_s = now_s + self._config.limits.drain_ms_max / 1000 + drain_grace_s
+            self._pipeline.drain(now_s)
+
+    def _socket_tick(self, now_s: float) -> float:
+        """End where nobody can reach us any more: whoever supervises us starts a new one."""
+        if self._drain_until_s is not None:
+            return math.inf
+        if now_s >= self._socket_check_s:
+            self._socket_check_s = now_s + socket_check_s
+            if not self._attach.owns_path():
+                self._exit_code = ExitCode.RUN_DIR
+                self._log.error(
+                    "attach socket was removed or replaced; draining to end",
+                    path=str(attach_path(self._config.run_dir)),
+                    remedy="start it again, and keep others from deleting in run_dir",
+                )
+                self._drain(now_s)
+                return math.inf
+        return self._socket_check_s - now_s
 
     def _drain_tick(self, now_s: float) -> float:
         if self._drain_until_s is None:
             return math.inf
         if self._pipeline.drained():
-            self._loop.stop(0)
+            self._loop.stop(self._exit_code)
         elif now_s >= self._drain_until_s:
             self._log.warning("drain_ms_max is over; what is in flight is given up")
-            self._loop.stop(0)
+            self._loop.stop(self._exit_code)
         return min(self._drain_until_s - now_s, 0.05)
 
     def status(self) -> bytes:
@@ -230,6 +267,7 @@ class App:
             leaving_halves=self._registry.leaving,
             attach_refused=dict(self._attach.counters),
             frames_refused=dict(self._transport.counters),
+            log_lines_lost=self._lines.lost,
         )
         return status.build(
             self.epoch,
@@ -242,9 +280,18 @@ class App:
 
 
 def raise_descriptor_limit(limits: Limits) -> None:
-    """Allow as many descriptors as the limits may need: a stream and a pidfd per half."""
+    """Allow as many descriptors as the limits may need: a stream and a pidfd per half.
+
+    Raises ConfigError where the hard limit is too low to serve anyone.
+    """
     wanted = limits.sessions_max * (limits.ranks_max + 1) * 2 + limits.connections_max + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < descriptors_min:
+        raise ConfigError(
+            f"the hard limit of open files (RLIMIT_NOFILE) is {hard}, at least {descriptors_min} "
+            "are needed",
+            f"raise it to {wanted} (ulimit -Hn, LimitNOFILE=): enough for all limits",
+        )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))

@@ -166,10 +166,11 @@ class Loop:
 
 
 class Signals:
-    """SIGTERM and SIGINT as loop events; a context manager of the main thread.
+    """SIGTERM, SIGINT and SIGHUP as loop events; a context manager of the main thread.
 
     Python runs signal handlers between bytecodes, where state may be half changed. So the handler
-    does nothing, and the signal's number arrives through the wake-up descriptor.
+    does nothing, and the signal's number arrives through the wake-up descriptor. An ignored SIGHUP
+    stays ignored (nohup).
     """
 
     def __init__(self, loop: Loop, on_signal: Callable[[int, float], None]) -> None:
@@ -182,7 +183,9 @@ class Signals:
     def __enter__(self) -> Self:
         self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._former[number] = signal.signal(number, _ignore)
         self._loop.watch(self._read_fd, READ, self._on_readable)
         return self

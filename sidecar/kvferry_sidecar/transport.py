@@ -8,6 +8,7 @@ is kept until acknowledged elsewhere (outcomes), so a send that does not fit is 
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvferry_connector.wire.hot import (
 )
 from structlog.typing import FilteringBoundLogger as Log
 
+from kvferry_sidecar.errors import RunDirError
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.sessions.model import Peer
 
@@ -59,13 +61,19 @@ class Transport:
         self._on_message = on_message
         self._log = log
         self._messages_per_turn_max = limits.messages_per_turn_max
-        self._socket = context.socket(zmq.ROUTER)
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
+        try:
+            self._socket = context.socket(zmq.ROUTER)
+        except zmq.ZMQError as error:
+            raise _bind_error(endpoint, error) from error
         try:
             self._configure(limits)
             self._socket.bind(endpoint)
             Path(endpoint.removeprefix("ipc://")).chmod(socket_mode)
+        except (zmq.ZMQError, OSError) as error:
+            self._socket.close(linger=0)
+            raise _bind_error(endpoint, error) from error
         except BaseException:
             self._socket.close(linger=0)
             raise
@@ -160,6 +168,16 @@ class Transport:
             peer,
             Error(code="internal", message=text, remedy=_REMEDY_BUG, job=job, admission=admission),
         )
+
+
+def _bind_error(endpoint: str, error: zmq.ZMQError | OSError) -> RunDirError:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise RLIMIT_NOFILE of the sidecar (ulimit -n, LimitNOFILE=)"
+    else:
+        remedy = (
+            "set run_dir to a directory on a local file system where this user may make sockets"
+        )
+    return RunDirError(f"hot channel {endpoint} cannot be bound: {error.strerror}", remedy)
 
 
 def _stale_text(header: codec.Header, epoch: int, peer: Peer) -> str:

@@ -22,7 +22,7 @@ COLUMNS_MAX = 100
 CONNECTOR_LINES_MAX = 2446
 
 # path: lines it had when it went over the goal
-RATCHET: dict[str, int] = {}
+RATCHET: dict[str, int] = {"tests/unit/sidecar/test_segment.py": 419}
 
 
 def test_files_are_small() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -13,6 +14,11 @@ from kvferry_connector.wire.names import attach_path
 from kvferry_sidecar.errors import NoSidecarError, ProtocolError
 
 answer_s_max = 5.0
+_VERSION_CODES = ("malformed", "order", "protocol")  # what an older or newer sidecar would say
+_REMEDIES = {
+    "connections-max": "try again when streams were closed, or raise limits.connections_max",
+    "internal": "see the sidecar's log",
+}
 
 
 def ask_status(run_dir: Path, deadline_s: float = answer_s_max) -> bytes:
@@ -27,7 +33,8 @@ def ask_status(run_dir: Path, deadline_s: float = answer_s_max) -> bytes:
         stream.settimeout(deadline_s)
         try:
             stream.connect(str(path))
-            stream.sendall(attach.encode(attach.StatusQuery()))
+            with contextlib.suppress(BrokenPipeError):  # refused and closed already: read why
+                stream.sendall(attach.encode(attach.StatusQuery()))
             reply = _receive(stream, end)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NoSidecarError(
@@ -46,6 +53,11 @@ def ask_status(run_dir: Path, deadline_s: float = answer_s_max) -> bytes:
             ) from error
     if isinstance(reply, attach.StatusReply):
         return reply.document
+    if isinstance(reply, attach.Refused) and reply.code not in _VERSION_CODES:
+        raise ProtocolError(
+            f"the sidecar refused to answer ({reply.code}): {reply.message}",
+            _REMEDIES.get(reply.code, "change what the refusal names, then try again"),
+        )
     text = reply.message if isinstance(reply, attach.Refused) else type(reply).__name__
     raise ProtocolError(
         f"the sidecar answered {text!r} instead of its status",

@@ -21,8 +21,11 @@ from kvferry_connector.wire.attach import FieldRefusal, Refused, ToPeer, Welcome
 from kvferry_connector.wire.codec import WireError
 from structlog.typing import FilteringBoundLogger as Log
 
+from kvferry_sidecar.errors import RunDirError
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.locks import inode_of_path
 from kvferry_sidecar.loop import BROKEN, HANG_UP, READ, WRITE, Loop
+from kvferry_sidecar.observe.log import Throttle
 from kvferry_sidecar.sessions import hello as hello_checks
 from kvferry_sidecar.sessions.connection import (
     Connection,
@@ -41,6 +44,7 @@ refusal_fields_max = 64
 refusal_chars_max = 1024  # of each text in a refusal: all of it fits one message
 _backlog_max = 128
 _OUT_OF_FDS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REMEDY_FDS = "raise RLIMIT_NOFILE of the sidecar"
 
 
 class _RefusedError(Exception):
@@ -85,22 +89,31 @@ class AttachServer:
         self._deadlines: dict[int, float] = {}
         self._resume_accept_s = math.inf
         self.counters: Counter[str] = Counter()
+        self._throttle = Throttle()
         self._pidfd = os.pidfd_open(os.getpid())
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self._listener.bind(str(path))
+            self._inode = inode_of_path(path)  # not reused while the listener is open
             path.chmod(0o660)
             self._listener.listen(_backlog_max)
-        except BaseException:
+        except OSError as error:
             self._listener.close()
             os.close(self._pidfd)
-            raise
+            raise RunDirError(f"{path} cannot be bound: {error}", "set another run_dir") from error
         loop.watch(self._listener.fileno(), READ, self._on_accept)
 
     @property
     def connections(self) -> int:
         """Open streams."""
         return len(self._connections)
+
+    def owns_path(self) -> bool:
+        """Whether who connects to the path still reaches this server."""
+        try:
+            return inode_of_path(self._path) == self._inode
+        except OSError:
+            return False
 
     def push(self, peer: Peer, message: ToPeer) -> None:
         """Send on a half's stream; a half without a registered stream learns it when it attaches.
@@ -127,12 +140,13 @@ class AttachServer:
         return min(next_s, self._resume_accept_s) - now_s
 
     def close(self) -> None:
-        """Close every stream and the socket, and remove its file."""
+        """Close every stream and the socket, and remove its file if it is still ours."""
         for connection in list(self._connections.values()):
             self._close(connection)
         self._loop.unwatch(self._listener.fileno())
+        if self.owns_path():
+            self._path.unlink(missing_ok=True)
         self._listener.close()
-        self._path.unlink(missing_ok=True)
         os.close(self._pidfd)
 
     # --- connections -------------------------------------------------------------------------
@@ -147,11 +161,7 @@ class AttachServer:
                 if error.errno not in _OUT_OF_FDS:
                     raise
                 self.counters["out_of_descriptors"] += 1
-                self._log.error(
-                    "attach cannot accept",
-                    error=error.strerror,
-                    remedy="raise RLIMIT_NOFILE of the sidecar",
-                )
+                self._log.error("attach cannot accept", error=error.strerror, remedy=_REMEDY_FDS)
                 self._resume_accept_s = now_s + accept_pause_s
                 self._loop.rearm(self._listener.fileno(), 0)
                 return
@@ -316,6 +326,10 @@ class AttachServer:
             self._log.warning("attach stream closed: its reader is too slow", error=str(error))
             self._end(connection)
         except Exception as error:  # noqa: BLE001 - a bug ends one stream, not the loop
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                text = f"the sidecar is out of descriptors; {_REMEDY_FDS}"
+                self._refuse(connection, Refused("out-of-descriptors", text))
+                return
             self._log.exception("attach handler failed")
             text = f"{type(error).__name__}: {error}; this is a bug of the sidecar, see its log"
             self._refuse(connection, Refused("internal", text))
@@ -324,12 +338,15 @@ class AttachServer:
         """Answer and close, at the latest when the deadline of the stream comes."""
         refused = _readable(refused)
         self.counters[refused.code] += 1
-        self._log.warning(
-            "attach refused",
-            code=refused.code,
-            text=refused.message,
-            fields=[f"{f.field}: {f.theirs} against {f.ours}" for f in refused.fields],
-        )
+        held_back = self._throttle.passes(refused.code, self._loop.now_s())
+        if held_back is not None:
+            self._log.warning(
+                "attach refused",
+                code=refused.code,
+                text=refused.message,
+                fields=[f"{f.field}: {f.theirs} against {f.ours}" for f in refused.fields],
+                not_logged=held_back,  # of this code, since the last line of it
+            )
         self._detach(connection)
         try:
             connection.send(refused)

@@ -52,7 +52,8 @@ def verify(connection: socket.socket, passed: int, claimed_pid: int) -> Life:
     """Check that ``passed`` is a pidfd of the process that connected.
 
     ``claimed_pid`` only tells lives apart on kernels without pidfs across PID namespaces. Raises
-    IdentityError with the reason; no descriptor is kept or closed.
+    IdentityError with the reason, OSError where this process is out of descriptors; no descriptor
+    is kept or closed.
     """
     uid = peer_uid(connection)
     if not uid_allowed(uid):
@@ -110,6 +111,8 @@ def _peer_pidfd(connection: socket.socket) -> int | None:
     except OSError as error:
         if error.errno == errno.ENOPROTOOPT:
             return None
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # says nothing about the peer
         raise IdentityError(
             f"the kernel gives no pidfd of the connected process: {error.strerror}"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import random
@@ -15,6 +16,7 @@ from kvferry_connector.wire.attach import Memory, Refused, StatusQuery, StatusRe
 from kvferry_connector.wire.names import FENCE_PAGE_BYTES
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.sessions import identity
+from structlog.testing import capture_logs
 from support.halves import Child
 from support.memory import mapped_files, open_descriptors, sealed_memfd
 from support.node import EPOCH, HalfClient, Node
@@ -56,6 +58,32 @@ def test_a_half_is_welcomed_with_epoch_generation_and_the_sidecars_pidfd(node: N
 def test_the_socket_is_private(node: Node) -> None:
     assert node.path.stat().st_mode & 0o777 == 0o660
     assert node.run_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_path_of_another_is_noticed_and_left_alone(node: Node) -> None:
+    assert node.server.owns_path()
+    node.path.unlink()
+    assert not node.server.owns_path()
+    node.path.write_text("another sidecar's")
+    assert not node.server.owns_path()
+    node.server.close()
+    assert node.path.exists()
+    node.server.close = lambda: None  # type: ignore[method-assign]  # done
+
+
+def test_many_refusals_are_one_line_a_second(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(node.loop, "now_s", lambda: now_s)
+    with capture_logs() as logged:
+        for round_number in range(6):
+            now_s += 2.0 if round_number == 5 else 0.1
+            half = node.half()
+            half.send(attach.Bye())
+            assert isinstance(half.receive(), Refused)
+            half.close()
+    refusals = [event for event in logged if event["event"] == "attach refused"]
+    assert [event["not_logged"] for event in refusals] == [0, 4]
+    assert node.server.counters["order"] == 6
 
 
 def test_the_pidfd_of_another_process_is_refused(node: Node, children: list[Child]) -> None:
@@ -318,6 +346,32 @@ def test_a_slow_reader_is_closed_at_its_bound() -> None:
             assert sent < 64 << 20
         assert node.server.connections == 0
         half.close()
+
+
+@pytest.mark.parametrize("where", ["_peer_pidfd", "has_pidfs"])
+def test_a_hello_that_finds_no_free_descriptor_is_told_the_remedy(
+    node: Node, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(identity, where, fail)
+    half = node.half()
+    answer = half.say_hello()
+    assert isinstance(answer, Refused)
+    assert answer.code == "out-of-descriptors"
+    assert "RLIMIT_NOFILE" in answer.message
+    assert "bug" not in answer.message
+    half.close()
+
+
+def test_no_descriptor_for_the_peers_pidfd_says_nothing_about_the_peer() -> None:
+    class Full:
+        def getsockopt(self, *_: int) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(OSError, match="Too many open files"):
+        identity._peer_pidfd(Full())  # type: ignore[arg-type]  # all it uses
 
 
 def test_a_sidecar_out_of_descriptors_goes_on_accepting_later(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import structlog
@@ -16,9 +22,19 @@ def restore():
     structlog.reset_defaults()
 
 
+class Written(io.StringIO):
+    """What the writer's thread wrote; asking waits for it."""
+
+    lines: log.Lines
+
+    def getvalue(self):
+        assert self.lines.flush(30.0)
+        return super().getvalue()
+
+
 def lines(style="json", level="info"):
-    stream = io.StringIO()
-    log.configure(level, style, stream)
+    stream = Written()
+    stream.lines = log.configure(level, style, stream)
     return stream
 
 
@@ -85,3 +101,114 @@ def test_loggers_made_before_follow_the_configuration():
     stream = lines()
     logger.info("late")
     assert json.loads(stream.getvalue())["part"] == "early"
+
+
+# --- a stream that does not take lines ---------------------------------------------------------
+
+
+def events(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_stream_that_fails_never_reaches_who_logs():
+    class Full(Written):
+        full = True
+
+        def write(self, text):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            return super().write(text)
+
+    stream = Full()
+    stream.lines = log.configure("info", "json", stream)
+    logger = log.get_logger("loop")
+    for _ in range(3):
+        logger.error("not written")
+    assert stream.lines.flush(30.0)
+    assert stream.lines.lost == 3
+    stream.full = False
+    logger.info("written")
+    logger.info("again")
+    told, *rest = events(stream.getvalue())
+    assert (told["event"], told["lines"], told["level"]) == ("log lines were lost", 3, "warning")
+    assert [event["event"] for event in rest] == ["written", "again"]
+
+
+def test_a_full_device_and_a_closed_stream_are_survived():
+    with Path("/dev/full").open("w") as full:
+        written = log.configure("info", "console", full)
+        log.get_logger("loop").info("not written")
+        assert written.flush(30.0)
+    log.get_logger("loop").info("the stream is closed")
+    assert written.flush(30.0)
+    assert written.lost == 2
+
+
+def test_a_process_without_stderr_logs_nothing(monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    written = log.configure("info", "console")
+    log.get_logger("loop").info("not written")
+    assert written.flush(30.0)
+    assert written.lost == 1
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_reader_that_stopped_reading_holds_nobody_up(blocking):
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, blocking)
+    text = b""
+    with os.fdopen(read_fd, "rb", buffering=0) as reader, os.fdopen(write_fd, "w") as stream:
+        written = log.configure("info", "json", stream)
+        logger = log.get_logger("loop")
+        count = 2 * log.log_lines_max
+        started_s = time.monotonic()
+        for number in range(count):
+            logger.info("line", number=number, filler="x" * 200)
+        assert not written.flush(0.05)
+        assert time.monotonic() - started_s < 10
+        assert written.lost > 0
+        os.set_blocking(read_fd, False)
+        end_s = time.monotonic() + 30
+        while not written.flush(0.01):
+            assert time.monotonic() < end_s
+            text += reader.read() or b""
+        logger.info("last")
+        assert written.flush(30.0)
+        with contextlib.suppress(BlockingIOError):
+            text += reader.read() or b""
+    seen = events(text.decode())
+    lost = sum(event["lines"] for event in seen if event["event"] == "log lines were lost")
+    assert lost == written.lost
+    assert sum(event["event"] == "line" for event in seen) + lost == count
+    assert seen[-1]["event"] == "last"
+
+
+def test_a_throttle_counts_what_it_holds_back():
+    throttle = log.Throttle(1.0)
+    assert [throttle.passes("a", now_s) for now_s in (5.0, 5.1, 5.9)] == [0, None, None]
+    assert throttle.passes("b", 5.9) == 0, "another kind"
+    assert throttle.passes("a", 6.0) == 2
+    assert throttle.passes("a", 7.5) == 0
+
+
+@pytest.mark.parametrize("style", ["json", "console"])
+def test_tracebacks_hold_no_local_variables(style: str) -> None:
+    script = (
+        "import structlog\n"
+        "from kvferry_sidecar.observe import log\n"
+        f"lines = log.configure('info', {style!r})\n"
+        "def fail():\n"
+        "    nonce = 'LOCAL' + 'SECRET'\n"
+        "    raise RuntimeError(len(nonce))\n"
+        "try:\n"
+        "    fail()\n"
+        "except RuntimeError:\n"
+        "    structlog.get_logger().exception('it failed')\n"
+        "lines.flush(5.0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "it failed" in done.stderr, done
+    assert "RuntimeError" in done.stderr
+    assert "LOCALSECRET" not in done.stderr

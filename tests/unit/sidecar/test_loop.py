@@ -168,7 +168,7 @@ sys.exit(code)
 
 
 def test_signals_arrive_as_events_of_an_idle_loop() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         child = subprocess.Popen(
             [sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, text=True
         )
@@ -186,4 +186,15 @@ def test_signal_handling_is_put_back() -> None:
     with Signals(loop, lambda number, now_s: None):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+    loop.close()
+
+
+def test_an_ignored_hang_up_stays_ignored() -> None:
+    loop = Loop(raise_it)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals(loop, lambda number, now_s: None):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
     loop.close()

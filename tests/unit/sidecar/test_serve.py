@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import resource
 import signal
+import subprocess
+from pathlib import Path
 
+import pytest
 import zmq
 from kvferry_connector.wire import codec
 from kvferry_connector.wire.attach import Group, Memory, Placement, Ready, Registered, Welcome
 from kvferry_connector.wire.hot import Outcome, OutcomeAck, SaveJob, Submit, TableSlice
 from kvferry_connector.wire.names import DONE_STEP_OFFSET, FENCE_PAGE_BYTES
+from kvferry_sidecar import app
 from kvferry_sidecar.cli.query import ask_status
+from kvferry_sidecar.errors import ConfigError, ExitCode, ProtocolError
+from kvferry_sidecar.limits import Limits
 from support.memory import sealed_memfd
 from support.node import HalfClient
 from support.node_messages import LIFE, VERSION, engine_registration, rank_registration
@@ -23,7 +31,7 @@ BLOCKS = 8
 
 
 def test_sigterm_ends_an_idle_sidecar_in_order() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         with servings(1) as (one,):
             process = one.start_ready()
             process.send_signal(number)
@@ -203,3 +211,83 @@ def test_status_shows_the_engine_and_no_orphan_stays_after_its_end() -> None:
         )
         assert one.status()["sessions"], "this process lives: nothing is proven"
         assert ask_status(one.run_dir)
+
+
+# --- what is around it fails -------------------------------------------------------------------
+
+
+def attach_often(one: Serving, times: int) -> None:
+    for _ in range(times):
+        half = one.half(-1)
+        half.say_hello()
+        half.close()
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = subprocess.Popen
+    with servings(1) as (one,), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(
+            subprocess, "Popen", lambda *args, **kw: popen(*args, **(kw | {"stderr": full}))
+        )
+        process = one.start_ready()
+        attach_often(one, 3)
+        assert one.status()["loop"]["log_lines_lost"] >= 4
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_a_log_reader_that_stopped_reading_holds_nothing_up() -> None:
+    with servings(1) as (one,):
+        process = one.start_ready()
+        assert process.stderr is not None
+        fcntl.fcntl(process.stderr.fileno(), fcntl.F_SETPIPE_SZ, 4096)
+        attach_often(one, 100)  # some 200 bytes each
+        assert one.status()["pid"] == process.pid
+        process.terminate()
+        assert process.wait(30) == 0, "nor the end"
+        one.ended()
+
+
+def test_a_second_hang_up_does_not_hurry_the_drain() -> None:
+    with servings(1, flags=("--set", "limits.drain_ms_max=300")) as (one,):
+        process = one.start_ready()
+        engine = Engine(one)
+        engine.save(1)
+        wait_until(lambda: open_saves(one) == 1, "the job is open")
+        process.terminate()
+        wait_until(lambda: one.status()["pipeline"]["draining"], "the sidecar drains")
+        process.send_signal(signal.SIGHUP)
+        code, text = one.ended()
+        assert code == 0, text
+        engine.close()
+
+
+def test_a_sidecar_whose_socket_was_removed_ends_to_be_started_again() -> None:
+    with servings(1) as (one,):
+        one.start_ready()
+        one.path.unlink()
+        one.path.write_text("another's")
+        code, text = one.ended()
+        assert code == ExitCode.RUN_DIR, text
+        assert text.count("attach socket was removed or replaced") == 1
+        assert one.path.read_text() == "another's"
+
+
+def test_too_few_descriptors_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = app.descriptors_min - 1
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (few, few))
+    with pytest.raises(ConfigError, match="RLIMIT_NOFILE") as caught:
+        app.raise_descriptor_limit(Limits())
+    assert "ulimit" in caught.value.remedy
+
+
+def test_a_status_that_finds_no_place_says_so() -> None:
+    with servings(1, flags=("--set", "limits.connections_max=1")) as (one,):
+        one.start_ready()
+        sitter = one.half(-1)
+        sitter.say_hello()
+        with pytest.raises(ProtocolError, match="connections-max") as caught:
+            ask_status(one.run_dir)
+        assert "limits.connections_max" in caught.value.remedy
+        assert "version" not in caught.value.remedy
+        sitter.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import structlog
 import zmq
 from kvferry_connector.wire import codec
 from kvferry_connector.wire.attach import Bye, Welcome
@@ -20,8 +21,11 @@ from kvferry_connector.wire.hot import (
     SaveJob,
     Submit,
 )
+from kvferry_sidecar.errors import RunDirError
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.model import Peer
+from kvferry_sidecar.transport import Transport
 from support.node import EPOCH, HalfClient, Node
 
 
@@ -108,6 +112,46 @@ def test_the_socket_file_is_private_and_goes_with_it(node: Node) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     node.transport.close()
     assert not path.exists()
+
+
+def test_a_socket_that_cannot_be_bound_is_an_error_of_the_run_directory(node: Node) -> None:
+    def bind(context: zmq.Context[zmq.Socket[bytes]], place: str) -> None:
+        Transport(
+            context,
+            place,
+            epoch=EPOCH,
+            limits=Limits(),
+            find=node.registry.find,
+            on_message=node.pipeline.on_message,
+            log=structlog.get_logger(),
+        )
+
+    with pytest.raises(RunDirError, match="cannot be bound: No such file") as caught:
+        bind(node.context, f"ipc://{node.run_dir}/none/ctl.sock")
+    assert "run_dir" in caught.value.remedy
+    with zmq.Context() as context:
+        context.set(zmq.MAX_SOCKETS, 1)
+        first = context.socket(zmq.ROUTER)
+        with pytest.raises(RunDirError, match="Too many open files") as caught:
+            bind(context, f"ipc://{node.run_dir}/ctl.sock")
+        assert "RLIMIT_NOFILE" in caught.value.remedy
+        first.close(linger=0)
+
+
+def test_a_path_that_cannot_be_bound_is_an_error_of_the_run_directory(node: Node) -> None:
+    with pytest.raises(RunDirError, match="cannot be bound"):
+        AttachServer(
+            node.path,
+            loop=node.loop,
+            registry=node.registry,
+            liveness=node.liveness,
+            limits=node.limits,
+            epoch=EPOCH,
+            endpoint="",
+            status=lambda: b"{}",
+            log=structlog.get_logger(),
+        )
+    assert node.server.owns_path()
 
 
 def test_stale_frames_are_refused_with_both_values(node: Node, dealer: Dealer) -> None:
