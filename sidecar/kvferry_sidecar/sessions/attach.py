@@ -274,7 +274,6 @@ class AttachServer:
             rank=message.rank,
             generation=peer.generation,
             pid=message.pid,
-            software=message.software,
         )
         welcome = Welcome(
             protocol=protocol,

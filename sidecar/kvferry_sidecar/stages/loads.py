@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from kvferry_connector.wire.hot import JobStatusName, LoadJob
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET
 from numpy.typing import NDArray
 
-from kvferry_sidecar.engines.base import CopyStatus, Direction, Extents
+from kvferry_sidecar.engines.base import CopyStatus, Direction
 from kvferry_sidecar.masks.load import needed_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.plan.tables import Fault, pick_blocks, read_tables
 from kvferry_sidecar.sessions.leases import Lease, LeaseKey
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.extents import rank_extents
 from kvferry_sidecar.stages.hits import stored_hit
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
@@ -93,23 +94,21 @@ class LoadWork:
 
     def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
         """One verified scatter per group that this rank holds layers of."""
-        assert peer.geometry is not None, "the session's shape needs every rank's geometry"
         planned = []
         for index, load in enumerate(self._groups):
-            shard = load.shape.stripe.shards[rank_index]
-            layout = _layout(peer, load.shape.group)
-            if shard is None or layout is None or not len(load.entries):
-                continue
-            offset = np.uint64(load.shape.stripe.offsets[rank_index])
-            expected, _ = self._core.pool.crcs(load.entries, shard)
-            extents = Extents(
-                layout=layout,
+            extents = rank_extents(
+                peer,
+                rank_index,
+                load.shape,
                 blocks=load.blocks,
-                pool_offsets=load.offsets + offset,
+                offsets=load.offsets,
                 seeds=load.seeds,
-                expected=expected,
-                crc=True,
             )
+            shard = load.shape.stripe.shards[rank_index]
+            if extents is None or shard is None:
+                continue
+            expected, _ = self._core.pool.crcs(load.entries, shard)
+            extents = replace(extents, expected=expected)
             planned.append(PlannedCopy(index, Direction.SCATTER, extents))
         return planned
 
@@ -172,12 +171,4 @@ def _leased_entries(
             inside = at < len(leased.chunks)
             if inside.all() and np.array_equal(leased.chunks[at], chunks):
                 return leased.entries[at]
-    return None
-
-
-def _layout(peer: Peer, group: int) -> object | None:
-    assert peer.geometry is not None
-    for held in peer.geometry.groups:
-        if held.group == group:
-            return held.layout
     return None

@@ -9,7 +9,7 @@ from kvferry_connector.wire.hot import JobStatusName, SaveJob
 from kvferry_connector.wire.names import DONE_STEP_OFFSET
 from numpy.typing import NDArray
 
-from kvferry_sidecar.engines.base import CopyStatus, Direction, Extents
+from kvferry_sidecar.engines.base import CopyStatus, Direction
 from kvferry_sidecar.masks.kinds import FULL_FAMILY
 from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
@@ -19,6 +19,7 @@ from kvferry_sidecar.plan.tables import Fault, Table, held_chunks, pick_blocks, 
 from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.extents import rank_extents
 from kvferry_sidecar.stages.hits import refresh
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
@@ -84,23 +85,18 @@ class SaveWork:
 
     def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
         """One gather per group that this rank holds layers of and that has new chunks."""
-        assert peer.geometry is not None, "the session's shape needs every rank's geometry"
-        layouts = {held.group: held.layout for held in peer.geometry.groups}
         planned = []
         for index, save in enumerate(self._groups):
-            layout = layouts[save.shape.group]
-            if layout is None or not len(save.entries):
-                continue
-            offset = np.uint64(save.shape.stripe.offsets[rank_index])
-            extents = Extents(
-                layout=layout,
+            extents = rank_extents(
+                peer,
+                rank_index,
+                save.shape,
                 blocks=save.blocks,
-                pool_offsets=save.offsets + offset,
+                offsets=save.offsets,
                 seeds=save.seeds,
-                expected=None,
-                crc=True,
             )
-            planned.append(PlannedCopy(index, Direction.GATHER, extents))
+            if extents is not None:
+                planned.append(PlannedCopy(index, Direction.GATHER, extents))
         return planned
 
     def conclude(self, part: Part) -> End:
