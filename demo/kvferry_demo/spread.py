@@ -3,7 +3,8 @@
 vLLM's ``load_format="dummy"`` draws weights within +-1e-3: attention is then almost uniform, the
 greedy output hardly changes with the KV cache, and a block loaded wrongly would go unnoticed.
 Each parameter is drawn anew from a generator seeded by its own name, so every process that
-builds the model gets the same weights.
+builds the model gets the same weights. Of layers whose outputs are split over tensor-parallel
+ranks (keys and values among them) each rank draws its own: else all ranks would hold equal KV.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ import zlib
 from typing import Any
 
 import torch
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 # Weight matrices get sqrt(fan_in) scaling times this: activations grow a little per layer, so
@@ -28,13 +34,28 @@ def install() -> None:
 
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
         plain(self, model, model_config)
+        split = _split_parameters(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if _is_drawn(parameter):
-                    parameter.copy_(_draw(name, parameter).to(parameter.dtype))
+                    seed = f"{name} of rank {split[name]}" if name in split else name
+                    parameter.copy_(_draw(seed, parameter).to(parameter.dtype))
 
     DummyModelLoader.load_weights = load_weights
     DummyModelLoader.kvferry_spread = True
+
+
+def _split_parameters(model: Any) -> dict[str, int]:
+    """Return the parameters that each tensor-parallel rank has its own part of, with the rank."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return {}
+    rank = int(get_tensor_model_parallel_rank())
+    return {
+        f"{module_name}.{name}": rank
+        for module_name, module in model.named_modules()
+        if isinstance(module, ColumnParallelLinear)
+        for name, _ in module.named_parameters(recurse=False)
+    }
 
 
 def _is_drawn(parameter: Any) -> bool:

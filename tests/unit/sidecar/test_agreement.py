@@ -46,6 +46,24 @@ def test_a_rank_that_differs_is_refused_field_by_field(node: Node) -> None:
     close_all([first, second])
 
 
+def test_a_session_with_a_refused_rank_never_becomes_ready(node: Node) -> None:
+    scheduler, _ = attached(node)
+    registered(scheduler, engine_registration([0, 1]))
+    good, _ = attached(node, 0)
+    registered(good, rank_registration(0))
+    wide = [Group(0, "full", 32, {}, ["l0"])]
+    for _ in range(3):  # it may try as often as it likes
+        other, _ = attached(node, 1)
+        refused_fields(registered(other, rank_registration(1, groups=wide)))
+        other.wait_end()
+        other.close()
+        assert not only_session(node).ready
+    mended, _ = attached(node, 1)
+    registered(mended, rank_registration(1))
+    node.pump(lambda: only_session(node).ready, "both ranks agree at last")
+    close_all([scheduler, good, mended])
+
+
 def test_geometry_refusals_are_passed_on(node: Node) -> None:
     half, _ = attached(node, 0)
     fields = refused_fields(registered(half, rank_registration(0, layout="bad")))

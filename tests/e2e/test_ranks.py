@@ -1,0 +1,114 @@
+"""Real engines of several ranks beside one sidecar: tensor parallel and data parallel."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvferry_demo.processes import ENGINE_ENVIRONMENT, Child, in_environment
+from support.engine import EngineUnderTest, Texts, hit_of, model_dir, running_engine
+from support.logs import watch_log
+from support.sidecar import SidecarUnderTest, running_sidecar
+from support.waiting import wait_until
+
+pytestmark = pytest.mark.engine
+
+TWO_RANKS: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "worker_cls": "kvferry_demo.worker.SpreadWorker",
+}
+
+
+@pytest.fixture(scope="module")
+def sidecar() -> Iterator[SidecarUnderTest]:
+    with running_sidecar() as one:
+        yield one
+
+
+@contextmanager
+def two_ranks(sidecar: SidecarUnderTest) -> Iterator[EngineUnderTest]:
+    with running_engine(sidecar.run_dir, engine_args=TWO_RANKS) as engine:
+        yield engine
+
+
+def test_two_tensor_parallel_ranks_save_and_load_their_own_halves(
+    sidecar: SidecarUnderTest,
+) -> None:
+    tokens = Texts().take(1500)
+    with two_ranks(sidecar) as writer:
+        cold = writer.run(tokens)
+        status = sidecar.wait_idle()
+    (session,) = status["sessions"]
+    assert (session["ready"], session["ranks"]) == (True, [0, 1])
+    assert [half["rank"] for half in session["halves"]] == [-1, 0, 1]
+    payloads = [half["payload_bytes"] for half in session["halves"] if half["rank"] >= 0]
+    assert payloads[0] == payloads[1] != [0]
+    books = status["pipeline"]["ledger"]
+    chunks = len(tokens) // 128
+    assert books["saved_bytes"] == 2 * chunks * payloads[0][0]
+    with two_ranks(sidecar) as reader:
+        warm = reader.run(tokens)
+        books = sidecar.wait_idle()["pipeline"]["ledger"]
+    assert warm.hit_tokens == hit_of(tokens)
+    assert warm.output == cold.output
+    assert books["loaded_bytes"] == 2 * chunks * payloads[0][0]
+    assert books["failed"] == 0
+
+
+def test_two_data_parallel_engines_share_what_one_saved(tmp_path: Path) -> None:
+    tokens = Texts().take(1500)
+    log = tmp_path / "dp.log"
+    command = [sys.executable, "-m", "support.dp_child"]
+    environment = {
+        **ENGINE_ENVIRONMENT,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    with running_sidecar() as sidecar, watch_log("data parallel", log):
+        command += [str(model_dir("llama")), str(sidecar.run_dir)]
+        with Child(in_environment(environment, command), log, pipes=True) as engines:
+            assert engines.process.stdout is not None
+            assert engines.process.stdout.readline() == b"{}\n", engines.tail()
+            sessions = wait_until(lambda: ready_sessions(sidecar), "both engines are ready")
+            assert sessions[0]["namespace"] == sessions[1]["namespace"]
+            assert [session["ranks"] for session in sessions] == [[0], [0]]
+            cold = ask(engines, 0, tokens)
+            wait_until(lambda: ledger(sidecar)["saved_bytes"], "rank 0 saved")
+            sidecar.wait_idle()
+            assert ledger(sidecar)["loaded_bytes"] == 0
+            assert ask(engines, 1, tokens) == cold
+            books = sidecar.wait_idle()["pipeline"]["ledger"]
+            assert engines.process.stdin is not None
+            engines.process.stdin.close()
+            assert engines.process.wait(60) == 0, engines.tail()
+    assert books["loaded_bytes"] == books["saved_bytes"] > 0
+    assert books["failed"] == 0
+
+
+def ask(engines: Child, rank: int, tokens: list[int]) -> list[int]:
+    """Run one request on the engine of a data-parallel rank; return its output."""
+    process = engines.process
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps({"rank": rank, "tokens": tokens}).encode() + b"\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    assert line, engines.tail()
+    output: list[int] = json.loads(line)["output"]
+    return output
+
+
+def ready_sessions(sidecar: SidecarUnderTest) -> list[dict[str, Any]]:
+    sessions = [session for session in sidecar.status()["sessions"] if session["ready"]]
+    return sessions if len(sessions) == 2 else []
+
+
+def ledger(sidecar: SidecarUnderTest) -> dict[str, Any]:
+    books: dict[str, Any] = sidecar.status()["pipeline"]["ledger"]
+    return books
