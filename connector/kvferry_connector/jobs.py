@@ -77,12 +77,22 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 @dataclass(slots=True)
 class Job:
-    """An open job: which ranks have reported, and what it pins (nothing for a load)."""
+    """An open job: which ranks have reported, and what it pins (nothing for a load).
 
-    is_load: bool
+    ``load_of``: the request of a load, else empty; ``shorter_tokens``: what every rank that failed
+    still found whole.
+    """
+
+    load_of: str = ""
     block_ids: list[int] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
     done: bool = True
+    shorter_tokens: int | None = None
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it is a load."""
+        return bool(self.load_of)
 
 
 class Jobs:
@@ -107,10 +117,10 @@ class Jobs:
         """How many more blocks may be pinned."""
         return max(0, self.pinned_blocks_max - self.pinned_blocks)
 
-    def open_load(self) -> int:
+    def open_load(self, request: str) -> int:
         """Return the number of a new load job."""
         self._last += 1
-        self._open[self._last] = Job(is_load=True)
+        self._open[self._last] = Job(load_of=request)
         return self._last
 
     def open_save(self, block_ids: Iterable[int]) -> int:
@@ -124,16 +134,19 @@ class Jobs:
         vllm_compat.touch(self.pool, ids)
         self.pinned_blocks += len(ids)
         self._last += 1
-        self._open[self._last] = Job(is_load=False, block_ids=ids)
+        self._open[self._last] = Job(block_ids=ids)
         return self._last
 
-    def report(self, number: int, rank: int, done: bool) -> Job | None:
+    def report(self, number: int, report: Report) -> Job | None:
         """Note one rank's end of a job; returns the job when it was the last one, now closed."""
         job = self._open.get(number)
-        if job is None or rank in job.ranks:
+        if job is None or report.rank in job.ranks:
             return None
-        job.ranks.add(rank)
-        job.done = job.done and done
+        job.ranks.add(report.rank)
+        if report.status != "done":
+            job.done = False
+            whole = (job.shorter_tokens, report.shorter_tokens)
+            job.shorter_tokens = min(tokens for tokens in whole if tokens is not None)
         if len(job.ranks) < self._world_size:
             return None
         self.close(number)

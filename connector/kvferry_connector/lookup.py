@@ -64,6 +64,8 @@ class Lookup:
             return 0, link
         self._receive(link, 0)
         cap, epoch, limits = self._cap(tracked.request), link.epoch, self._limits
+        if admission.bound_tokens is not None:
+            cap = min(cap, admission.bound_tokens // self._align * self._align)
         decision = admission.ask(time.monotonic(), local_tokens, cap, epoch, limits)
         if isinstance(decision, Send):
             if decision.probe and not self._probe(tracked, link):

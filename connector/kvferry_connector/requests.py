@@ -10,7 +10,9 @@ number, so an answer, a lease or a job of the old life can never be taken for th
        |              | too late          | allocated(0)
        +--------------+----> NONE <-------+
 
-FAILED is for the request, not the admission: it never loads again, so a failure cannot loop.
+A failed load may be followed by one more, of no more than what is still whole (``bound_tokens``).
+Failures are counted for the request, over its admissions: after the second it never loads again,
+so a failure cannot loop.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+failures_max = 2  # loads of one request that may fail
 ANSWER_FRESH_S = 1.0  # asked again after this: it also renews the lease of a request that waits
 
 
@@ -53,6 +56,8 @@ class Admission:
     ``version`` is the namespace version it is stamped with; ``epoch`` the sidecar's that knows
     its hashes (0: none does). ``hit_tokens`` is what the last answer leased when it is more than
     ``local_tokens``; ``stored_tokens`` how far the store is known to hold this prefix.
+    ``failures``: loads of the request that failed; ``shorter_tokens``: what the last one left
+    whole; ``bound_tokens``: no hit may be longer.
     """
 
     number: int
@@ -69,6 +74,9 @@ class Admission:
     answered_s: float = 0.0
     hint_tokens: int | None = None
     hint_s: float = 0.0
+    failures: int = 0
+    shorter_tokens: int = 0
+    bound_tokens: int | None = None
 
     @property
     def leased(self) -> bool:
@@ -159,8 +167,18 @@ class Admission:
             return False
         self.phase = Phase.LOADED if ok else Phase.FAILED
         if not ok:
+            self.failures += 1
             self.stored_tokens = 0  # what could not be read is saved anew
         return True
+
+    @property
+    def may_try_shorter(self) -> bool:
+        """Whether the load failed, for the first time, and left something whole."""
+        return (
+            self.phase is Phase.FAILED
+            and self.failures < failures_max
+            and bool(self.shorter_tokens)
+        )
 
     def decline(self) -> bool:
         """Blocks were allocated without ours; True when that settles an open question."""
@@ -171,8 +189,10 @@ class Admission:
 
     def succeed(self, number: int, version: bytes) -> Admission:
         """Return the next admission of the same request, which holds no KV again."""
-        fresh = Admission(number, version)
-        if self.phase is Phase.FAILED:
+        fresh = Admission(number, version, failures=self.failures)
+        if self.may_try_shorter:
+            fresh.bound_tokens = self.shorter_tokens
+        elif self.phase is Phase.FAILED or self.failures >= failures_max:
             fresh.phase = Phase.FAILED
         return fresh
 

@@ -181,8 +181,9 @@ class SchedulerHalf:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return 0, False
-        stale = tracked.admission.version != self._version
-        if stale or tracked.preemptions != request.num_preemptions:
+        admission = tracked.admission
+        anew = admission.version != self._version or admission.may_try_shorter
+        if anew or tracked.preemptions != request.num_preemptions:
             self._renew(tracked)
         if not self._config.loads or request.skip_reading_prefix_cache:
             return 0, False
@@ -230,12 +231,12 @@ class SchedulerHalf:
         self._loads[-1] = self._loads[-1]._replace(
             epoch=admission.epoch, body=encode_job(message), frames=(pack_ids(ids),)
         )
-        self.stats.count("loads")
+        self.stats.count("loads_again" if admission.failures else "loads")
         self.stats.count("loaded_tokens", external_tokens)
 
     def _promise(self, request_id: str, admission: Admission | None, tokens: int) -> int | None:
         """Note that the engine waits for a load: until its order is complete, it is one to fail."""
-        job = self._jobs.open_load()
+        job = self._jobs.open_load(request_id)
         self._progress()
         self._loads.append(JobOrder(job, request_id, NO_EPOCH, b"", ()))
         return admission.load(job, tokens) if admission is not None else None
@@ -309,10 +310,13 @@ class SchedulerHalf:
         self._progress()
         for number, reports in meta.reports.items():
             for report in reports:
-                job = self._jobs.report(number, report.rank, report.status == "done")
+                job = self._jobs.report(number, report)
                 if job is not None:
                     kind = "loads" if job.is_load else "saves"
                     self.stats.count(f"{kind}_{'done' if job.done else 'failed'}")
+                    tracked = self._requests.get(job.load_of)
+                    if tracked is not None and tracked.admission.job == number:
+                        tracked.admission.shorter_tokens = job.shorter_tokens or 0
 
     def loaded(self, output: KVConnectorOutput) -> None:
         """Take the loads that have ended on every rank, and remember failures."""

@@ -247,5 +247,6 @@ class Pipeline:
             beat_falls=core.leases.beat_falls,
             admissions_dropped=core.admissions.dropped,
             tombstone_collapses=core.tombstones.collapses,
+            damaged_chunks=core.damaged_chunks,
             violations=list(self._violations),
         )

@@ -224,6 +224,23 @@ def test_abort_while_saving(writer: EngineUnderTest, reader: EngineUnderTest, te
     assert warm.output == writer.run(tokens).output
 
 
+def test_a_damaged_object_costs_one_shorter_load(
+    sidecar: SidecarUnderTest, writer: EngineUnderTest, reader: EngineUnderTest, texts: Texts
+) -> None:
+    """Bytes of one chunk change in memory: what lies before it is loaded all the same."""
+    tokens = texts.take(3000)
+    before = sidecar.segment.read_bytes()
+    cold = writer.run(tokens)
+    sidecar.damage(before)
+    warm = reader.run(tokens)
+    assert warm.output == cold.output
+    again = warm.admissions[-1]
+    assert 0 < again.external_tokens < hit_of(tokens)
+    status = sidecar.wait_idle()
+    assert status["pipeline"]["ledger"]["reasons"]["failed/checksum"] == 1
+    assert status["pipeline"]["damaged_chunks"] > 0
+
+
 def test_idle_engine_and_a_restarted_sidecar(
     sidecar: SidecarUnderTest, writer: EngineUnderTest, reader: EngineUnderTest, texts: Texts
 ) -> None:

@@ -75,6 +75,7 @@ class ScriptedNode:
         self.answers = True  # False: asks are kept in ``unanswered``
         self.hints = False
         self.load_fails = False
+        self.damaged: set[Key] = set()  # objects whose bytes do not verify
         self.load_steps = 1
         self.save_steps = 1
         self.store: set[Key] = set()
@@ -223,20 +224,25 @@ class ScriptedNode:
             if running.steps_left < 0 or running.cancelled:
                 self.running.remove(running)
                 is_load = isinstance(running.job, hot.LoadJob)
-                self._finish(end, running.order, is_load=is_load, status=self._run(running))
+                status, shorter = self._run(running)
+                self._finish(end, running.order, is_load=is_load, status=status, shorter=shorter)
         return end
 
-    def _finish(self, end: StepEnd, order: JobOrder, *, is_load: bool, status: str) -> None:
-        end.reports[order.job] = [Report(0, status, "scripted")]
+    def _finish(
+        self, end: StepEnd, order: JobOrder, *, is_load: bool, status: str, shorter: int = 0
+    ) -> None:
+        end.reports[order.job] = [Report(0, status, "scripted", shorter)]
         if is_load:
             end.finished.add(order.request)
             if status != "done":
                 end.failed.add(order.request)
 
-    def _run(self, running: Running) -> str:
+    def _run(self, running: Running) -> tuple[str, int]:
+        """Return the job's status, and of a failed load what is still whole."""
         job = running.job
         if running.cancelled:
-            return "cancelled"
+            return "cancelled", 0
+        bad: set[Key] = set()
         ids = iter(np.frombuffer(running.frames[0], "<i4").tolist())
         if isinstance(job, hot.SaveJob):
             raw, size = running.frames[1], job.hash_bytes
@@ -252,8 +258,11 @@ class ScriptedNode:
             if isinstance(job, hot.SaveJob):
                 self._save_group(job, group, slots, named)
             else:
-                self._load_group(job, group, slots, named)
-        return "failed" if isinstance(job, hot.LoadJob) and self.load_fails else "done"
+                bad.update(self._load_group(job, group, slots, named))
+        if bad:
+            self.store -= bad
+            return "failed", self._hit(self.known[job.admission], job.total_tokens - 1)
+        return "failed" if isinstance(job, hot.LoadJob) and self.load_fails else "done", 0
 
     def _save_group(
         self, job: hot.SaveJob, group: RankGroup, slots: dict[int, int], named: dict[int, bytes]
@@ -281,7 +290,8 @@ class ScriptedNode:
 
     def _load_group(
         self, job: hot.LoadJob, group: RankGroup, slots: dict[int, int], named: dict[int, bytes]
-    ) -> None:
+    ) -> set[Key]:
+        """Load what is whole; returns the damaged objects it met."""
         assert self.rules is not None
         needed = needed_chunks(
             self.rules.groups[group.group],
@@ -289,7 +299,9 @@ class ScriptedNode:
             total_tokens=job.total_tokens,
         ).tolist()
         assert needed == [chunk for chunk, block in slots.items() if block], (job, slots)
+        bad = self.damaged & {(job.version, group.group, named[chunk]) for chunk in needed}
         for chunk in needed:
             torn = (group.group, b"torn")
             name = (group.group, named[chunk])
-            self.content[slots[chunk]] = torn if self.load_fails else name
+            self.content[slots[chunk]] = torn if self.load_fails or bad else name
+        return bad

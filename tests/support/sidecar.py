@@ -70,6 +70,29 @@ class SidecarUnderTest:
         assert pipeline["violations"] == []
         return status
 
+    @property
+    def segment(self) -> Path:
+        """The pool's file."""
+        return Path("/dev/shm") / self.pool_name
+
+    def damage(self, before: bytes) -> None:
+        """Change one byte of what was stored since the segment had the bytes ``before``.
+
+        It is one of an object's in the middle of all that is new.
+        """
+        now = self.segment.read_bytes()
+        arena = len(now) - self._pool_bytes
+        pages = [
+            at
+            for at in range(arena // 4096 * 4096, len(now), 4096)
+            if now[at : at + 4096] != before[at : at + 4096]
+        ]
+        page = pages[len(pages) // 2]
+        at = next(at for at in range(page, page + 4096) if now[at] != before[at])
+        with self.segment.open("r+b") as segment:
+            segment.seek(at)
+            segment.write(bytes([now[at] ^ 0xFF]))
+
     def close(self) -> None:
         """End the process if there is one, and remove the pool."""
         if self._process is not None:

@@ -47,6 +47,7 @@ class Reason(enum.StrEnum):
     COPY_DEADLINE = "copy-deadline"
     COPY_FAILED = "copy-failed"
     CHECKSUM = "checksum"
+    GONE = "gone"
     PEER_DEAD = "peer-dead"
     PEER_LEFT = "peer-left"
     DRAINED = "drained"
@@ -149,6 +150,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.COPY_FAILED: Explanation("the copy engine failed", "see the log for its error"),
     Reason.CHECKSUM: Explanation(
         "the stored bytes do not match their checksum; the chunk was dropped",
+        "check the node's memory when this is seen again",
+    ),
+    Reason.GONE: Explanation(
+        "another load found a chunk of this one damaged before it began; the chunk was dropped",
         "check the node's memory when this is seen again",
     ),
     Reason.PEER_DEAD: Explanation("the half's process has died", "see the engine's log"),

@@ -50,6 +50,7 @@ class Lease:
     seq: int
     touched_s: float
     job: int | None = None
+    spoiled: bool = False  # an entry of it was doomed before a job owned it
 
     def entry_count(self) -> int:
         """Leased entries over all groups."""
@@ -127,6 +128,12 @@ class LeaseTable:
                 fallen.append(lease)
         self.idle_falls += len(fallen)
         self._drop_all(fallen)
+
+    def spoil(self, entries: Entries) -> None:
+        """These entries were doomed: no job that comes later may read them under a lease."""
+        for lease in self._leases.values():
+            if lease.job is None and any(np.isin(g.entries, entries).any() for g in lease.groups):
+                lease.spoiled = True
 
     def entry_count(self, session: SessionKey | None = None) -> int:
         """Leased entries of one session, or of all."""

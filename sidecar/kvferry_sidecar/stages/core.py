@@ -56,6 +56,7 @@ class Core:
     draining: bool = False
     declines: Counter[Reason] = field(default_factory=Counter)
     skips: Counter[Reason] = field(default_factory=Counter)
+    damaged_chunks: int = 0  # dropped with or behind a checksum mismatch
     _shapes: dict[SessionKey, SessionShape] = field(default_factory=dict)
 
     def shape(self, session: Session) -> SessionShape | None:

@@ -93,8 +93,10 @@ class LoadWork:
         self._groups = groups
 
     def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
-        """One verified scatter per group that this rank holds layers of."""
-        planned = []
+        """One verified scatter per group that this rank holds layers of; none when spoiled."""
+        planned: list[PlannedCopy] = []
+        if self._lease.spoiled:
+            return planned
         for index, load in enumerate(self._groups):
             extents = rank_extents(
                 peer,
@@ -113,7 +115,12 @@ class LoadWork:
         return planned
 
     def conclude(self, part: Part) -> End:
-        """Done, or failed with the longest shorter prefix that is still complete."""
+        """Done, or failed with the longest shorter prefix that is still complete.
+
+        A stuck copy names none: the same again would cost the same time.
+        """
+        if self._lease.spoiled:
+            return self._failed(Reason.GONE)
         worst = max((result.status for _, result in part.results), default=CopyStatus.DONE)
         if worst is CopyStatus.DONE and len(part.results) == len(part.copies):
             return End(JobStatusName.DONE, Reason.NONE)
@@ -124,9 +131,9 @@ class LoadWork:
         ]
         if bad:
             return self._corrupt(bad)
-        if worst is CopyStatus.FAILED:
-            return End(JobStatusName.FAILED, Reason.COPY_FAILED)
-        return part.stop or End(JobStatusName.FAILED, Reason.COPY_FAILED)
+        if worst is CopyStatus.FAILED or part.stop is None:
+            return self._failed(Reason.COPY_FAILED)
+        return part.stop
 
     def settle(self, run: JobRun) -> None:  # noqa: ARG002 - the same for every end of a load
         """All ranks are terminal: nobody reads the entries for this job any more."""
@@ -141,7 +148,7 @@ class LoadWork:
         shorter = self._job.total_tokens
         for group_index, bad_index in bad:
             load = self._groups[group_index]
-            self._core.pool.doom(load.entries[bad_index:])
+            self._drop(load.entries[bad_index:])
             shorter = min(shorter, int(load.chunks[bad_index]) * load.shape.block_tokens)
             self._core.log.error(
                 "checksum mismatch",
@@ -150,15 +157,28 @@ class LoadWork:
                 group=load.shape.group,
                 chunk=int(load.chunks[bad_index]),
             )
-        return End(JobStatusName.FAILED, Reason.CHECKSUM, self._shorter(shorter))
+        return self._failed(Reason.CHECKSUM, shorter)
 
-    def _shorter(self, max_tokens: int) -> int:
-        """Return what is still complete below the first bad chunk; 0 when its keys are gone."""
+    def _drop(self, entries: NDArray[np.uint32]) -> None:
+        pool = self._core.pool
+        before = pool.stats().ready  # another load may have dropped some of them
+        pool.doom(entries)
+        self._core.damaged_chunks += before - pool.stats().ready
+        self._core.leases.spoil(entries)
+
+    def _failed(self, reason: Reason, below_tokens: int | None = None) -> End:
+        """Failed, with what is still complete: shorter than the load, and below the bad chunk.
+
+        It is 0 when the admission's keys are gone.
+        """
         admission = self._core.admissions.get(*self._lease.key)
-        if admission is None or admission.version != self._job.version:
-            return 0
-        hit = stored_hit(self._core.pool, self._shape, admission.keys, max_tokens=max_tokens)
-        return hit.tokens
+        shorter = 0
+        if admission is not None and admission.version == self._job.version:
+            most = self._job.total_tokens - 1
+            most = most if below_tokens is None else min(most, below_tokens)
+            hit = stored_hit(self._core.pool, self._shape, admission.keys, max_tokens=most)
+            shorter = hit.tokens
+        return End(JobStatusName.FAILED, reason, shorter)
 
 
 def _leased_entries(

@@ -217,7 +217,7 @@ class Probes:
             )
         if lease is not None:
             same = lease.local_tokens == ask.local_tokens and lease.total_tokens <= ask.max_tokens
-            if same:
+            if same and not lease.spoiled:
                 self._core.leases.confirm(lease, ask.seq, now_s)
                 return self._leased(ask, lease)
             self._core.leases.drop(lease)

@@ -38,4 +38,5 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
     beat_falls: int  # leases that a heartbeat healed
     admissions_dropped: int
     tombstone_collapses: int
+    damaged_chunks: int  # dropped with or behind a checksum mismatch
     violations: list[str]  # of the ledger, found while idle: each one is a bug

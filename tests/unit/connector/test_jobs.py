@@ -45,16 +45,39 @@ def test_pins_fall_when_all_ranks_have_reported_and_only_once() -> None:
     job = jobs.open_save([4, 5, 5, 6])
     assert [block.ref_cnt for block in pool.blocks[4:7]] == [2, 2, 2], "each once"
     assert (jobs.pinned_blocks, jobs.room) == (3, 5)
-    assert jobs.report(job, 0, done=True) is None
-    assert jobs.report(job, 0, done=True) is None, "the same rank again"
+    assert jobs.report(job, Report(0, "done", "")) is None
+    assert jobs.report(job, Report(0, "done", "")) is None, "the same rank again"
     assert pool.freed == []
-    ended = jobs.report(job, 1, done=False)
+    ended = jobs.report(job, Report(1, "failed", "why", 32))
     assert ended is not None
     assert not ended.done
     assert pool.freed == [6, 5, 4], "tail first"
-    assert jobs.report(job, 1, done=True) is None
+    assert jobs.report(job, Report(1, "done", "")) is None
     assert (len(jobs), jobs.pinned_blocks) == (0, 0)
-    assert jobs.open_load() > job
+    assert jobs.open_load("r") > job
+
+
+@pytest.mark.parametrize(
+    ("ends", "shorter"),
+    [
+        ([("done", 0), ("failed", 64)], 64),
+        ([("failed", 96), ("failed", 64)], 64),
+        ([("failed", 96), ("cancelled", 0)], 0),
+        ([("done", 0), ("done", 0)], None),
+    ],
+)
+def test_what_is_left_of_a_load_is_what_every_failed_rank_found_whole(
+    ends: list[tuple[str, int]], shorter: int | None
+) -> None:
+    jobs = Jobs(world_size=2, pinned_blocks_max=8)
+    number = jobs.open_load("r")
+    ended = [
+        jobs.report(number, Report(rank, status, "why", tokens))
+        for rank, (status, tokens) in enumerate(ends)
+    ]
+    assert ended[0] is None
+    assert ended[1] is not None
+    assert ended[1].shorter_tokens == shorter
 
 
 def test_null_block_is_never_pinned() -> None:

@@ -128,14 +128,38 @@ def test_load_that_was_never_promised_is_still_waited_for() -> None:
         assert admission.phase is Phase.LOADING
 
 
-def test_failed_load_is_the_requests_last() -> None:
-    admission = answered(128)
+def failed_load(admission: Admission, shorter: int) -> Admission:
+    admission.phase, admission.hit_tokens = Phase.ANSWERED, 128
     admission.load(9, 128)
+    admission.shorter_tokens = shorter
     assert admission.loaded(ok=False)
+    return admission
+
+
+def test_failed_load_that_left_nothing_whole_is_the_requests_last() -> None:
+    admission = failed_load(answered(128), shorter=0)
     assert admission.stored_tokens == 0, "what could not be read is saved anew"
     assert admission.ask(0.0, 0, CAP, 5, LIMITS) == 0
     heir = admission.succeed(2, b"v" * 16)
     assert heir.ask(0.0, 0, CAP, 5, LIMITS) == 0
+
+
+def test_failed_load_is_followed_by_one_shorter_one_at_most() -> None:
+    first = failed_load(answered(128), shorter=64)
+    assert first.ask(0.0, 0, CAP, 5, LIMITS) == 0, "only a new admission asks again"
+    second = first.succeed(2, b"v" * 16)
+    assert (second.phase, second.bound_tokens) == (Phase.PROBED, 64)
+    third = failed_load(second, shorter=32).succeed(3, b"v" * 16)
+    assert third.ask(0.0, 0, CAP, 5, LIMITS) == 0
+    assert third.succeed(4, b"v" * 16).phase is Phase.FAILED
+
+
+def test_request_whose_shorter_load_was_done_may_fail_once_more() -> None:
+    second = failed_load(answered(128), shorter=64).succeed(2, b"v" * 16)
+    second.phase = Phase.LOADED
+    third = second.succeed(3, b"v" * 16)
+    assert (third.phase, third.bound_tokens) == (Phase.PROBED, None)
+    assert failed_load(third, shorter=64).succeed(4, b"v" * 16).phase is Phase.FAILED
 
 
 def test_next_admission_starts_from_nothing() -> None:
@@ -164,7 +188,7 @@ class Lives(RuleBasedStateMachine):
         self.given: dict[int, int] = {}  # seq -> hit, as the sidecar answered in this epoch
         self.later_since: float | None = None
         self.loads = 0
-        self.failed = False
+        self.failures = 0
 
     @rule(dt=st.floats(0.0, 0.3))
     def wait(self, dt: float) -> None:
@@ -189,7 +213,7 @@ class Lives(RuleBasedStateMachine):
         else:
             self.later_since = None
         if decision:
-            assert not self.failed
+            assert self.failures < 2
             assert local + decision <= min(CAP, self.given[self.admission.seq])
             assert self.admission.epoch == self.epoch
 
@@ -227,11 +251,12 @@ class Lives(RuleBasedStateMachine):
             self.loads += 1
         self.later_since = None
 
-    @rule(ok=st.booleans())
-    def outcome(self, ok: bool) -> None:
+    @rule(ok=st.booleans(), shorter=st.sampled_from([0, 64]))
+    def outcome(self, ok: bool, shorter: int) -> None:
+        self.admission.shorter_tokens = 0 if ok else shorter
         if self.admission.loaded(ok):
             self.loads -= 1
-            self.failed |= not ok
+            self.failures += not ok
 
     @rule()
     def preempt(self) -> None:
@@ -242,8 +267,8 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def one_load_at_most(self) -> None:
         assert self.loads == (self.admission.phase is Phase.LOADING)
-        if self.failed:
-            assert self.admission.phase is Phase.FAILED or self.admission.phase is Phase.LOADED
+        if self.failures == 2:
+            assert self.admission.phase is Phase.FAILED
 
 
 TestLives = Lives.TestCase

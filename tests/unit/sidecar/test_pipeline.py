@@ -178,6 +178,66 @@ def test_a_checksum_mismatch_dooms_the_chunk_and_names_the_shorter_prefix():
     assert bed.pool.stats().ready == 2
 
 
+def test_a_copy_that_failed_names_what_is_shorter_than_it():
+    bed, engine = Bed(), make_engine()
+    leased(bed, engine, 1, 4)
+    job, raw = bed.load_job(engine, 1, [5, 6, 7, 8])
+    bed.submit(engine.workers[0], job, raw)
+    (ticket,) = bed.copies.running
+    bed.copies.finish(ticket, CopyStatus.FAILED)
+    bed.pipeline.on_copies(bed.now_s)
+    end = outcome(bed, engine.workers[0])
+    assert (end.status, end.reason, end.shorter_tokens) == ("failed", "copy-failed", 3 * BLOCK)
+    assert bed.pool.stats().ready == 4, "the objects are not to blame"
+
+
+def test_a_stuck_copy_names_nothing_and_keeps_its_memory():
+    bed, engine = Bed(), make_engine()
+    leased(bed, engine, 1, 4)
+    job, raw = bed.load_job(engine, 1, [5, 6, 7, 8])
+    bed.submit(engine.workers[0], job, raw)
+    bed.pass_s(61)
+    assert not bed.take(Outcome), "its blocks are the copy's until it stops"
+    bed.run_copies()
+    end = outcome(bed, engine.workers[0])
+    assert (end.status, end.reason, end.shorter_tokens) == ("failed", "copy-deadline", 0)
+
+
+def test_loads_that_share_a_damaged_chunk_fail_once_each():
+    """One reads it, one was already copying, and one comes later: that one reads nothing."""
+    bed, engine = Bed(), make_engine()
+    leased(bed, engine, 1, 4)
+    for admission in (2, 3):
+        bed.probe(engine, admission, 1, 4)
+        assert bed.ask(engine, admission, seq=admission).hit_tokens == 4 * BLOCK
+    bed.copies.memory[sorted(bed.copies.memory)[2]] += 1
+    jobs = [bed.load_job(engine, n, [n * 5 + i for i in range(4)]) for n in (1, 2, 3)]
+    for job, raw in jobs[:2]:
+        bed.submit(engine.workers[0], job, raw)
+    bed.run_copies()
+    job, raw = jobs[2]
+    bed.submit(engine.workers[0], job, raw)
+    assert not bed.copies.running
+    ends = bed.take(Outcome, engine.workers[0])
+    assert [end.reason for end in ends] == ["checksum", "checksum", "gone"]
+    assert {end.shorter_tokens for end in ends} == {2 * BLOCK}
+    assert bed.pipeline.snapshot().damaged_chunks == 2
+    stats = bed.pool.stats()
+    assert (stats.ready, stats.doomed, stats.leased) == (2, 0, 0)
+
+
+def test_a_spoiled_lease_is_not_confirmed():
+    bed, engine = Bed(), make_engine()
+    leased(bed, engine, 1, 4)
+    bed.probe(engine, 2, 1, 4)
+    assert bed.ask(engine, 2).hit_tokens == 4 * BLOCK
+    bed.copies.memory[sorted(bed.copies.memory)[2]] += 1
+    job, raw = bed.load_job(engine, 1, [5, 6, 7, 8])
+    bed.submit(engine.workers[0], job, raw)
+    bed.run_copies()
+    assert bed.ask(engine, 2, seq=2).hit_tokens == 2 * BLOCK
+
+
 def test_a_failed_rank_aborts_the_stripe():
     bed, engine = Bed(), make_engine(ranks=2)
     job, raw = bed.save_job(engine, 1, [1, 2])
