@@ -72,6 +72,7 @@ class Pool:
     def refresh(self, keys: NDArray[np.uint8]) -> None:
         """Mark the leading ready keys recently used, tail first: the head goes last."""
     def present(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
+    def being_written(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
     def lease(self, keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
         """Lease the leading ready keys; returns their entry ids (len <= n).
 
@@ -111,6 +112,8 @@ class Pool:
         """Invisible at once; freed now or with the last lease."""
     def clear(self) -> int:
         """Drop every entry that is neither leased nor writing; returns how many."""
+    def take_evicted(self) -> bytes:
+        """Keys evicted since the last call, 16 bytes each, oldest first (at most 16,384)."""
     def check(self) -> list[str]:
         """Integrity: index, lists, slot ownership, counters. Empty when sound."""
     def close(self) -> None: ...

@@ -145,6 +145,17 @@ auto py_present(PyPool& self, const Keys& keys) {
     return out.take();
 }
 
+auto py_being_written(PyPool& self, const Keys& keys) {
+    NewArray<bool> out(keys.shape(0));
+    self.get().being_written(view(keys), out.data());
+    return out.take();
+}
+
+nb::bytes py_take_evicted(PyPool& self) {
+    const std::vector<kvferry::Key> keys = self.get().take_evicted();
+    return nb::bytes(keys.data(), keys.size() * kvferry::kKeyBytes);
+}
+
 auto py_lease(PyPool& self, const Keys& keys) {
     const std::vector<uint32_t> ids = self.get().lease(view(keys));
     NewArray<uint32_t> out(ids.size());
@@ -230,6 +241,7 @@ void bind_lookups(nb::class_<PyPool>& pool) {
             "refresh", [](PyPool& self, const Keys& keys) { self.get().refresh(view(keys)); },
             "keys"_a.noconvert())
         .def("present", &py_present, "keys"_a.noconvert())
+        .def("being_written", &py_being_written, "keys"_a.noconvert())
         .def("payload_offsets", &py_payload_offsets, "entries"_a.noconvert())
         .def("crcs", &py_crcs, "entries"_a.noconvert(), "shard"_a)
         .def("seeds", &py_seeds, "entries"_a.noconvert())
@@ -250,6 +262,7 @@ void bind_changes(nb::class_<PyPool>& pool) {
         .def("abort", &call<&Pool::abort>, "entries"_a.noconvert())
         .def("doom", &call<&Pool::doom>, "entries"_a.noconvert())
         .def("clear", [](PyPool& self) { return self.get().clear(); })
+        .def("take_evicted", &py_take_evicted)
         .def("close", &PyPool::close);
 }
 

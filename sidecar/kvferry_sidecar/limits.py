@@ -47,6 +47,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router_hwm: int = 10_000  # ZeroMQ high-water mark, messages per peer
     drain_ms_max: int = 30_000  # SIGTERM: what is still in flight after this is cancelled
 
+    # What is remembered for operators.
+    records_max: int = 10_000  # last requests that `kvferry explain` knows
+    evicted_keys_max: int = 65_536  # evicted chunks that are still known as such
+
     # What one registration may contain.
     groups_max: int = 64  # KV cache groups of one rank
     layers_max: int = 4_096  # layers of one rank

@@ -38,12 +38,14 @@ from kvferry_sidecar.engines.base import CopyEngine
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.outcomes.ledger import Ledger
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
+from kvferry_sidecar.outcomes.records import Records
 from kvferry_sidecar.outcomes.tombstones import Tombstones
 from kvferry_sidecar.sessions.admissions import Admissions
 from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core, Log
 from kvferry_sidecar.stages.jobs import Jobs
+from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.parts import End
 from kvferry_sidecar.stages.probes import Probes
@@ -82,6 +84,7 @@ class Pipeline:
             tombstones=Tombstones(limits.tombstones_max),
             admissions=Admissions(limits.admissions_max, limits.key_bytes_max),
             leases=LeaseTable(pool.release, limits.lease_idle_ms_max),
+            journal=Journal(pool, limits),
         )
         self._probes = Probes(self._core)
         self._jobs = Jobs(self._core)
@@ -104,11 +107,11 @@ class Pipeline:
             return
         match message:
             case Probe():
-                self._probes.on_probe(peer, message, raw)
+                self._probes.on_probe(peer, message, raw, now_s)
             case Ask():
                 self._probes.on_ask(peer, message, now_s)
             case Release():
-                self._probes.on_release(peer, message)
+                self._probes.on_release(peer, message, now_s)
             case Submit():
                 self._jobs.on_submit(peer, message, raw, now_s)
             case Cancel():
@@ -207,6 +210,11 @@ class Pipeline:
         """Whether no job, no unacknowledged outcome and no promised load is left."""
         return not self._anything_open()
 
+    @property
+    def records(self) -> Records:
+        """What became of the last requests. Read only; its records may be read by any thread."""
+        return self._core.journal.records
+
     def check(self) -> list[str]:
         """All violations, the pool's included: for tests and for the idle sidecar."""
         core = self._core
@@ -217,9 +225,9 @@ class Pipeline:
             *core.pool.check(),
         ]
 
-    def snapshot(self) -> PipelineSnapshot:
-        """Return a reading of everything that is counted here."""
-        core, lookups = self._core, self._probes.counters
+    def snapshot(self, now_s: float = 0.0) -> PipelineSnapshot:
+        """Return a reading of everything that is counted here; ``now_s`` gives ages."""
+        core, lookups, ledger = self._core, self._probes.counters, self._core.ledger
         kinds = Counter(part.run.work.kind for part in self._jobs.open_parts().values())
         return PipelineSnapshot(
             draining=core.draining,
@@ -230,8 +238,8 @@ class Pipeline:
             key_bytes=core.admissions.key_bytes,
             outcomes_unacked=len(core.outbox),
             tombstones=core.tombstones.count(),
-            ledger=core.ledger.totals(),
-            sessions=core.ledger.sessions(),
+            ledger=ledger.totals(),
+            sessions=ledger.sessions(),
             outcomes_resent=core.outbox.resent,
             probes=lookups.probes,
             asks=lookups.asks,
@@ -249,4 +257,10 @@ class Pipeline:
             tombstone_collapses=core.tombstones.collapses,
             damaged_chunks=core.damaged_chunks,
             violations=list(self._violations),
+            queues=self._jobs.desk.queues(),
+            oldest_job_s=self._jobs.oldest_s(now_s),
+            ends=dict(ledger.ends),
+            stage_seconds=ledger.seconds.reading(),
+            part_bytes=ledger.bytes.reading(),
+            journal=core.journal.reading(),
         )

@@ -34,6 +34,7 @@ class FakePool:
         self._next = 1
         self._clock = 0
         self.evictions = 0
+        self._evicted = b""
 
     def _ready(self, key: bytes) -> int | None:
         entry = self._index.get(key)
@@ -47,6 +48,12 @@ class FakePool:
 
     def present(self, keys: np.ndarray) -> np.ndarray:
         return np.array([self._ready(key.tobytes()) is not None for key in keys], dtype=np.bool_)
+
+    def being_written(self, keys: np.ndarray) -> np.ndarray:
+        found = [self._index.get(key.tobytes()) for key in keys]
+        return np.array(
+            [n is not None and self._entries[n].state == "writing" for n in found], dtype=np.bool_
+        )
 
     def refresh(self, keys: np.ndarray) -> None:
         for key in reversed(keys[: self.prefix(keys)]):
@@ -92,7 +99,9 @@ class FakePool:
         ]
         if not idle:
             return False
-        self._drop(min(idle)[1])
+        number = min(idle)[1]
+        self._evicted += self._entries[number].key
+        self._drop(number)
         self.evictions += 1
         return True
 
@@ -145,6 +154,10 @@ class FakePool:
         for number in idle:
             self._drop(number)
         return len(idle)
+
+    def take_evicted(self) -> bytes:
+        taken, self._evicted = self._evicted, b""
+        return taken
 
     def stats(self) -> SimpleNamespace:
         states = [entry.state for entry in self._entries.values()]

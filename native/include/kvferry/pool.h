@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvferry/key_mix.h"
@@ -22,6 +23,9 @@ namespace kvferry {
 inline constexpr int64_t kReserveReady = -1;
 inline constexpr int64_t kReserveBusy = -2;     // being written, or doomed and still leased
 inline constexpr int64_t kReserveNoSpace = -3;  // nothing evictable is left
+
+// Keys kept for take_evicted(); of a larger eviction the rest is not told.
+inline constexpr size_t kEvictedMax = 16384;
 
 struct PoolStats {
     uint64_t total_bytes = 0;
@@ -67,6 +71,7 @@ class Pool {
     // the continuation of a prefix calls it, or the head would be evicted before its tail.
     void refresh(KeyView keys);
     void present(KeyView keys, bool* out) const;
+    void being_written(KeyView keys, bool* out) const;
 
     // Leases the leading ready keys and returns their ids. An entry that has all the leases it can
     // count (65,535) ends the prefix.
@@ -80,6 +85,8 @@ class Pool {
     void abort(Ids ids);
     void doom(Ids ids);
     uint64_t clear();
+    // The keys that were evicted since the last call, at most kEvictedMax, oldest first.
+    std::vector<Key> take_evicted() { return std::exchange(evicted_, {}); }
 
     // Of entries in any state but free
     void payload_offsets(Ids ids, uint64_t* out) const;
@@ -113,6 +120,7 @@ class Pool {
     void push_free_id(uint32_t id);
     uint32_t pop_free_id();
     void find_ready_prefix(KeyView keys, std::vector<uint32_t>* ids, size_t* count) const;
+    void which(KeyView keys, EntryState state, bool* out) const;
     Trailer& trailer(const Entry& entry) const;
 
     // pool_reserve.cpp
@@ -145,6 +153,7 @@ class Pool {
     uint64_t leased_ = 0;
     uint64_t evictions_ = 0;
     uint64_t dropped_before_reuse_ = 0;
+    std::vector<Key> evicted_;
     Recovered recovered_;
 };
 

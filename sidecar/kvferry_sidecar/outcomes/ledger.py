@@ -6,13 +6,14 @@ Metrics are derived from here, so they cannot drift from what was reported to th
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 from kvferry_connector.wire.hot import JobStatusName
 
+from kvferry_sidecar.outcomes.histogram import BYTES, SECONDS, Histograms
 from kvferry_sidecar.outcomes.reasons import Reason
 
 SessionName = tuple[str, str]  # (engine_id, instance_id): sessions.model.SessionKey
@@ -76,6 +77,9 @@ class Ledger:
         self._sessions: OrderedDict[SessionName, _Account] = OrderedDict()
         self._open: dict[PartKey, tuple[SessionName, str]] = {}
         self._faults: list[str] = []
+        self.ends: Counter[str] = Counter()  # parts by "kind/status/reason"
+        self.seconds = Histograms(SECONDS)  # by "kind/stage"
+        self.bytes = Histograms(BYTES)  # of parts, by kind
 
     def accept(self, session: SessionName, part: PartKey, kind: str) -> None:
         """A part was taken; it must end exactly once. ``kind`` is "load" or "save"."""
@@ -88,14 +92,25 @@ class Ledger:
             account.open += 1
 
     def end(
-        self, part: PartKey, status: JobStatusName, reason: Reason, moved_bytes: int, seconds: float
+        self,
+        part: PartKey,
+        status: JobStatusName,
+        reason: Reason,
+        moved_bytes: int,
+        seconds: float,
+        *,
+        stages: Mapping[str, float] | None = None,
     ) -> None:
-        """The one end of an accepted part, after its copies stopped."""
+        """The one end of an accepted part, after its copies stopped; ``stages``: its seconds."""
         entry = self._open.pop(part, None)
         if entry is None:
             self._fault(f"{part} ended without being open")
             return
         session, kind = entry
+        self.ends[f"{kind}/{status}/{reason}"] += 1
+        self.bytes.observe(kind, moved_bytes)
+        for stage, spent_s in (stages or {}).items():
+            self.seconds.observe(f"{kind}/{stage}", spent_s)
         for account in (self._all, self._account(session)):
             account.open -= 1
             account.ended[status] += 1

@@ -17,6 +17,10 @@ class Reason(enum.StrEnum):
     NONE = ""
     # Lookups.
     ABSENT = "absent"
+    EVICTED = "evicted"
+    BOUNDARY = "boundary"
+    EAGLE = "eagle"
+    NAMESPACE = "other-namespace"
     NOT_READY = "not-ready"
     DRAINING = "draining"
     VERSION = "version"
@@ -82,6 +86,22 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.NONE: Explanation("nothing to explain", _NOTHING),
     Reason.ABSENT: Explanation(
         "the next chunk of the prefix is in no tier", "raise tiers.host.bytes if it was evicted"
+    ),
+    Reason.EVICTED: Explanation(
+        "the next chunk of the prefix was stored and has been evicted since",
+        "raise tiers.host.bytes",
+    ),
+    Reason.BOUNDARY: Explanation(
+        "full attention is stored further, but a window or a state is missing where a request "
+        "could resume",
+        "nothing to do; raise tiers.host.bytes if evictions grow",
+    ),
+    Reason.EAGLE: Explanation(
+        "a drafter (EAGLE or MTP) recomputes the last chunk of every hit", _NOTHING
+    ),
+    Reason.NAMESPACE: Explanation(
+        "the prompt is stored for an engine that differs, or before a reset of the cache",
+        "start both engines alike where the named facts should agree",
     ),
     Reason.NOT_READY: Explanation(
         "not every local rank of the engine is registered at this epoch",

@@ -50,14 +50,14 @@ class CopyDesk:
         part.deadline_s = now_s + self._limits.fence_ms_max / 1e3
         self._fenced[part] = None
         if _fence_passed(part):
-            self._enqueue(part)
+            self._enqueue(part, now_s)
             self._pump(now_s)
 
     def poll_fences(self, now_s: float) -> None:
         """Move on what the engine has reached."""
         passed = [part for part in self._fenced if _fence_passed(part)]
         for part in passed:
-            self._enqueue(part)
+            self._enqueue(part, now_s)
         if passed:
             self._pump(now_s)
 
@@ -107,6 +107,15 @@ class CopyDesk:
         patient = now_s - newest.accepted_s < _impatient_s
         return poll_s if patient else max(poll_s, 1e-3)
 
+    def queues(self) -> dict[str, int]:
+        """Parts that wait for their fence, for their turn, and that are copied."""
+        return {
+            "fence": len(self._fenced),
+            "load": len(self._queued["load"]),
+            "save": len(self._queued["save"]),
+            "copy": len(self._copying),
+        }
+
     def check(self) -> list[str]:
         """Violations; empty when sound."""
         found = []
@@ -117,8 +126,9 @@ class CopyDesk:
             found.append(f"{self._saves_in_flight} saves in flight by count, really {saves}")
         return found
 
-    def _enqueue(self, part: Part) -> None:
+    def _enqueue(self, part: Part, now_s: float) -> None:
         del self._fenced[part]
+        part.passed_s = now_s
         part.state = PartState.QUEUED
         self._queued[part.run.work.kind].append(part)
 
@@ -132,6 +142,7 @@ class CopyDesk:
     def _start(self, part: Part, now_s: float) -> None:
         """Hand all copies of a part over; from here its memory belongs to the copy engine."""
         part.state = PartState.COPYING
+        part.started_s = now_s
         part.deadline_s = now_s + self._limits.copy_ms_max / 1e3
         self._copying[part] = None
         if part.run.work.kind == "save":

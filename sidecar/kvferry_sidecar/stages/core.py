@@ -17,6 +17,7 @@ from kvferry_sidecar.outcomes.tombstones import Tombstones
 from kvferry_sidecar.sessions.admissions import Admissions
 from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session, SessionKey
+from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.shape import SessionShape, session_shape
 from kvferry_sidecar.tiers.host import HostTier
@@ -53,6 +54,7 @@ class Core:
     tombstones: Tombstones
     admissions: Admissions
     leases: LeaseTable
+    journal: Journal
     draining: bool = False
     declines: Counter[Reason] = field(default_factory=Counter)
     skips: Counter[Reason] = field(default_factory=Counter)
@@ -68,6 +70,7 @@ class Core:
             shape = session_shape(session)
             if shape is not None:
                 self._shapes[session.key] = shape
+                self.journal.namespaces.learn(session, shape)
         return shape
 
     def forget_shape(self, session: Session) -> None:

@@ -168,6 +168,11 @@ class Jobs:
         """Jobs that are not settled yet."""
         return len(self._runs)
 
+    def oldest_s(self, now_s: float) -> float:
+        """Age of the oldest open job; 0 without one."""
+        oldest = next(iter(self._runs.values()), None)
+        return 0.0 if oldest is None else max(0.0, now_s - oldest.opened_s)
+
     def touches(self, session: Session) -> bool:
         """Whether a copy of this session's memory runs, or may still start."""
         return any(part.run.session is session for part in self._parts.values())
@@ -195,6 +200,7 @@ class Jobs:
             opened = self._open(session, shape, job, raw, now_s)
             if isinstance(opened, JobRun):
                 self._enter(opened, digest)
+                self._core.journal.opened(opened, now_s)
             return opened
         if run.digest != digest:
             return Decline(Reason.DIGEST, "the bytes differ from those of the first rank")
@@ -246,13 +252,17 @@ class Jobs:
     def _on_stopped(self, part: Part, now_s: float) -> None:
         """Nothing of the part runs any more: settle the job if it was the last, then report."""
         part.end = end = part.run.work.conclude(part)
+        part.ended_s = now_s
         del self._parts[part.key]
         _uncount(self._parts_of, part.key.generation)
         if not part.peer_gone:
             self._core.tombstones.add(part.key.generation, part.run.job.job)
         self._settle_if_decided(part.run)
         seconds = now_s - part.accepted_s
-        self._core.ledger.end(part.key, end.status, end.reason, part.moved_bytes, seconds)
+        stages = part.stages()
+        self._core.ledger.end(
+            part.key, end.status, end.reason, part.moved_bytes, seconds, stages=stages
+        )
         if not part.peer_gone:
             message = OutcomeMessage(
                 part.run.job.job,
@@ -270,6 +280,7 @@ class Jobs:
         if not run.decided() or self._runs.get(key) is not run:
             return
         run.work.settle(run)
+        self._core.journal.settled(run)
         # A run and its parts name each other, and a part's copies hold the engine's memory: left
         # to the collector, an engine that is gone would stay mapped until its next round.
         run.parts.clear()

@@ -76,6 +76,7 @@ class LoadWork:
     """An open load. Owns its lease until every local rank is terminal."""
 
     kind = "load"
+    objects = 0
     fence_offset = BOUND_STEP_OFFSET
 
     def __init__(

@@ -54,6 +54,7 @@ class Work(Protocol):
 
     kind: str
     fence_offset: int
+    objects: int  # that it stores
 
     def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
         """Return this rank's copies; none means its part is done at once."""
@@ -81,6 +82,20 @@ class Part:
     stop: End | None = None  # how it ends if its copies did not finish by themselves
     end: End | None = None
     peer_gone: bool = False
+    # When it moved on; 0 where it never got there.
+    passed_s: float = 0.0
+    started_s: float = 0.0
+    ended_s: float = 0.0
+
+    def stages(self) -> dict[str, float]:
+        """Seconds of an ended part at its fence, in the queue and at the copy engine."""
+        passed_s = self.passed_s or self.ended_s
+        started_s = self.started_s or self.ended_s
+        return {
+            "fence": passed_s - self.accepted_s,
+            "queue": started_s - passed_s,
+            "copy": self.ended_s - started_s,
+        }
 
     @property
     def key(self) -> PartKey:

@@ -21,6 +21,7 @@ from kvferry_sidecar.sessions.leases import Lease, LeasedGroup, LeaseKey
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.hits import refresh, stored_hit
+from kvferry_sidecar.stages.journal import longest_tokens
 from kvferry_sidecar.stages.shape import SessionShape
 
 TIER = "host"
@@ -51,7 +52,7 @@ class Probes:
         self._core = core
         self.counters = LookupCounters()
 
-    def on_probe(self, peer: Peer, probe: Probe, raw: list[bytes]) -> None:
+    def on_probe(self, peer: Peer, probe: Probe, raw: list[bytes], now_s: float) -> None:
         """Learn the keys of a request (or of its new hashes), then push the unleased hint."""
         self.counters.probes += 1
         fault = _frame_fault(probe, raw)
@@ -64,6 +65,8 @@ class Probes:
             self.counters.need_full += 1
             self._core.send(peer, found)
             return
+        declined = found if isinstance(found, Reason) else None
+        self._core.journal.probed(peer, probe, now_s, declined)
         if isinstance(found, Reason):
             self._core.declines[found] += 1
             self._core.send(peer, Hint(probe.admission, 0, probe.total))
@@ -72,6 +75,7 @@ class Probes:
         hit_tokens = self._hit(shape, admission, admission.num_tokens)
         admission.hint_tokens = hit_tokens
         self._core.send(peer, Hint(probe.admission, hit_tokens, probe.total))
+        self._core.journal.hinted(peer, probe, raw[0], found, now_s)
 
     def on_ask(self, peer: Peer, ask: Ask, now_s: float) -> None:
         """Take or confirm the lease of an admission and answer how far it goes."""
@@ -85,7 +89,7 @@ class Probes:
             self.counters.need_full += 1
         self._core.send(peer, answer)
 
-    def on_release(self, peer: Peer, release: Release) -> None:
+    def on_release(self, peer: Peer, release: Release, now_s: float) -> None:
         """Forget admissions; a lease that a job owns stays with the job."""
         life = peer.session.life
         shape = self._core.shape(peer.session)
@@ -94,7 +98,8 @@ class Probes:
             if admission is not None and shape is not None and not admission.leased:
                 # Wanted again, though the engine had it itself and took no lease.
                 refresh(self._core.pool, shape, admission.keys)
-                self._count_unasked(shape, admission)
+                self._count_unasked(peer.session, shape, admission)
+            self._core.journal.released(peer.session, number, now_s)
             self._core.admissions.drop(life, number)
             self._core.leases.drop_unowned(LeaseKey(life, number))
 
@@ -200,12 +205,12 @@ class Probes:
         closed = self._closed(session)
         shape = self._core.shape(session)
         if closed is not None or shape is None:
-            return self._nothing(key, ask, closed or Reason.NOT_READY)
+            return self._nothing(peer, ask, closed or Reason.NOT_READY, now_s)
         admission = self._core.admissions.get(*key)
         if admission is None:
             return NeedFull(ask.admission)
         if admission.version != session.version:
-            return self._nothing(key, ask, Reason.VERSION)
+            return self._nothing(peer, ask, Reason.VERSION, now_s)
         lease = self._core.leases.get(key)
         if lease is not None and lease.job is not None:
             return Answer(
@@ -255,7 +260,7 @@ class Probes:
         else:
             reason = Reason.ABSENT if hit_tokens < ask.max_tokens else Reason.NONE
             answer = Answer(ask.admission, ask.seq, hit_tokens, {}, reason)
-        self._count(admission, ask, answer)
+        self._count(peer.session, shape, admission, ask, answer, now_s=now_s)
         return answer
 
     def _take(
@@ -289,9 +294,10 @@ class Probes:
         sources = {TIER: lease.total_tokens - lease.local_tokens}
         return Answer(ask.admission, ask.seq, lease.total_tokens, sources, reason)
 
-    def _nothing(self, key: LeaseKey, ask: Ask, reason: Reason) -> Answer:
+    def _nothing(self, peer: Peer, ask: Ask, reason: Reason, now_s: float) -> Answer:
         """Answer 0: the half counts on nothing after it, so an unowned lease falls."""
-        self._core.leases.drop_unowned(key)
+        self._core.leases.drop_unowned(LeaseKey(peer.session.life, ask.admission))
+        self._core.journal.refused(peer.session, ask.admission, reason, now_s)
         self._core.declines[reason] += 1
         return Answer(ask.admission, ask.seq, 0, {}, reason)
 
@@ -305,19 +311,26 @@ class Probes:
     def _hit(self, shape: SessionShape, admission: Admission, max_tokens: int) -> int:
         return stored_hit(self._core.pool, shape, admission.keys, max_tokens=max_tokens).tokens
 
-    def _count_unasked(self, shape: SessionShape, admission: Admission) -> None:
+    def _count_unasked(self, session: Session, shape: SessionShape, admission: Admission) -> None:
         """Count a request that ended at its hint: a miss, or what the engine had itself."""
         if admission.answered:
             return
         if admission.hint_tokens:
             self.counters.local_requests += 1
         else:
-            align = shape.rules.hit_alignment
             self.counters.missed_requests += 1
-            self.counters.missed_tokens += (admission.num_tokens - 1) // align * align
+            self.counters.missed_tokens += longest_tokens(shape, admission)
+            self._core.journal.unasked(session, shape, admission)
 
-    def _count(self, admission: Admission, ask: Ask, answer: Answer) -> None:
-        if admission.answered:
+    def _count(
+        self, session: Session, shape: SessionShape, admission: Admission, ask: Ask, answer: Answer,
+        *, now_s: float,
+    ) -> None:  # fmt: skip
+        first = not admission.answered
+        self._core.journal.answered(
+            session, shape, admission, ask, answer, now_s=now_s, first=first
+        )
+        if not first:
             return
         admission.answered = True
         reached = max(ask.local_tokens, answer.hit_tokens)

@@ -82,6 +82,7 @@ class SaveWork:
         self._shape = shape
         self._groups = groups
         self._prefixes = prefixes
+        self.objects = sum(len(save.entries) for save in groups)
 
     def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
         """One gather per group that this rank holds layers of and that has new chunks."""

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import msgspec
 
+from kvferry_sidecar.outcomes.histogram import HistogramReading
 from kvferry_sidecar.outcomes.ledger import Totals
+
+
+class JournalReading(msgspec.Struct, frozen=True):
+    """Tokens and requests of first answers; ``records``: requests that are remembered now."""
+
+    hit_tokens: dict[str, int]  # by tier
+    miss_tokens: dict[str, int]  # by reason
+    miss_requests: dict[str, int]  # by reason
+    load_tokens: dict[str, int]  # by how the load ended
+    saved_objects: int
+    records: int
+    records_dropped: int
+    evicted_keys: int
 
 
 class PipelineSnapshot(msgspec.Struct, frozen=True):
@@ -40,3 +54,9 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
     tombstone_collapses: int
     damaged_chunks: int  # dropped with or behind a checksum mismatch
     violations: list[str]  # of the ledger, found while idle: each one is a bug
+    queues: dict[str, int]  # parts now: at their fence, waiting by kind, at the copy engine
+    oldest_job_s: float  # age of the oldest open job
+    ends: dict[str, int]  # parts by "kind/status/reason"
+    stage_seconds: dict[str, HistogramReading]  # by "kind/stage"
+    part_bytes: dict[str, HistogramReading]  # by kind
+    journal: JournalReading

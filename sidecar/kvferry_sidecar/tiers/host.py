@@ -47,6 +47,10 @@ class HostTier:
         """Which keys are ready."""
         return self._pool.present(keys)
 
+    def being_written(self, keys: Keys) -> NDArray[np.bool_]:
+        """Which keys a save has reserved and not committed yet."""
+        return self._pool.being_written(keys)
+
     def refresh(self, keys: Keys) -> None:
         """Mark the leading ready keys recently used, the head of the prefix last."""
         self._pool.refresh(keys)
@@ -109,6 +113,10 @@ class HostTier:
     def clear(self) -> int:
         """Drop everything that is neither leased nor being written; returns how many."""
         return self._pool.clear()
+
+    def take_evicted(self) -> bytes:
+        """Keys evicted since the last call, 16 bytes each, oldest first."""
+        return self._pool.take_evicted()
 
     def stats(self) -> PoolStats:
         """Counters of the pool."""

@@ -1,0 +1,143 @@
+"""One request in words: what it hit, why not more, and what became of its load."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry_sidecar.outcomes.reasons import EXPLANATIONS, Reason
+from kvferry_sidecar.outcomes.records import Record
+
+
+class EventView(msgspec.Struct, frozen=True):
+    """One point of the timeline; ``after_s``: since the record began."""
+
+    after_s: float
+    what: str
+    tokens: int
+    moved_bytes: int
+    seconds: float
+    detail: str
+
+
+class RecordView(msgspec.Struct, frozen=True):
+    """A record as the API gives it. ``age_s``: since it began; ``took_s``: until its last event."""
+
+    request: str
+    engine: str
+    admission: int
+    age_s: float
+    took_s: float
+    prompt_tokens: int
+    local_tokens: int
+    wanted_tokens: int
+    hit_tokens: int  # offered beyond the engine's own
+    loaded_tokens: int
+    load: str
+    reason: str
+    ended: bool
+    verdict: str
+    remedy: str = ""
+    sources: dict[str, int] = {}
+    asks: int = 0
+    saved_objects: int = 0
+    timeline: list[EventView] = []
+    events_lost: int = 0
+
+
+def view(record: Record, now_s: float, *, timeline: bool) -> RecordView:
+    """Return a record for readers; without its timeline where many are listed."""
+    events = list(record.events)
+    reason = record.load_reason or record.why.reason
+    return RecordView(
+        request=record.request,
+        engine=record.engine,
+        admission=record.admission,
+        age_s=now_s - record.at_s,
+        took_s=max((event.at_s for event in events), default=record.at_s) - record.at_s,
+        prompt_tokens=record.prompt_tokens,
+        local_tokens=record.local_tokens or 0,
+        wanted_tokens=record.wanted_tokens,
+        hit_tokens=hit_tokens(record),
+        loaded_tokens=record.loaded_tokens,
+        load=record.load,
+        reason=str(reason),
+        ended=record.ended_s > 0,
+        verdict=verdict(record),
+        remedy=EXPLANATIONS[reason].remedy if reason else "",
+        sources=dict(record.sources),
+        asks=record.asks,
+        saved_objects=record.saved_objects,
+        timeline=[EventView(e.at_s - record.at_s, *e[1:]) for e in events] if timeline else [],
+        events_lost=record.events_lost,
+    )
+
+
+def hit_tokens(record: Record) -> int:
+    """Return the tokens that were offered beyond what the engine had itself."""
+    return max(0, record.offered_tokens - (record.local_tokens or 0))
+
+
+def verdict(record: Record) -> str:
+    """Return the whole story of a request in one to three sentences."""
+    sentences = [_lookup(record), _load(record), _saves(record)]
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _lookup(record: Record) -> str:
+    why = _why(record)
+    if record.asks:
+        return _answer(record, why)
+    if record.hint_tokens is None:
+        return f"Not looked up: {why}." if why else "Its hashes came; nothing was answered yet."
+    if record.hint_tokens:
+        if record.ended_s:
+            return "The engine did not ask: it had as much itself, or the request ended before."
+        return f"{record.hint_tokens:,} tokens are stored; the engine has not asked yet."
+    if not record.wanted_tokens:
+        return "No hit is possible: the prompt is not longer than one block."
+    return f"No hit: {why}."
+
+
+def _answer(record: Record, why: str) -> str:
+    tokens, local = hit_tokens(record), record.local_tokens
+    if local is None:
+        return f"Answered with nothing: {why}."
+    beyond = f" beyond the {local:,} the engine had itself" if local else ""
+    if not tokens:
+        if record.wanted_tokens <= local:
+            return "Nothing to load: the engine had all that could hit itself."
+        return f"No hit{beyond}: {why}." if why else f"No hit{beyond}."
+    sources = ", ".join(f"{count:,} from {tier}" for tier, count in record.sources.items())
+    whole = f"Hit {tokens:,} tokens{beyond} ({sources})"
+    short = record.wanted_tokens - record.offered_tokens
+    return f"{whole}; the other {short:,} missed: {why}." if short > 0 and why else f"{whole}."
+
+
+def _load(record: Record) -> str:
+    if record.load == "done":
+        return f"Loaded {record.loaded_tokens:,} tokens."
+    if record.load == "open":
+        return "The load is under way."
+    if record.load:
+        meaning = EXPLANATIONS[record.load_reason].meaning
+        return f"The load {record.load}: {meaning}; the tokens were computed."
+    if hit_tokens(record) and record.ended_s:
+        return (
+            "The engine did not take the hit: the answer came after its time (probe_ms_max), "
+            "no blocks were free, or the request ended."
+        )
+    return ""
+
+
+def _saves(record: Record) -> str:
+    if not record.saves:
+        return ""
+    return f"Saved {record.saved_objects:,} new objects."
+
+
+def _why(record: Record) -> str:
+    reason, detail = record.why
+    if reason is Reason.NONE:
+        return ""
+    meaning = EXPLANATIONS[reason].meaning
+    return f"{meaning} ({detail})" if detail else meaning

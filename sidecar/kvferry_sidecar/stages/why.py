@@ -1,0 +1,139 @@
+"""Why a lookup found no more than it did: asked once per admission, about its first short answer.
+
+Reads the pool's index and what is remembered of evictions and namespaces; changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry_sidecar.geometry.identity import compare_identity
+from kvferry_sidecar.masks.kinds import FULL_FAMILY
+from kvferry_sidecar.outcomes.reasons import Reason
+from kvferry_sidecar.outcomes.records import Evicted, Why
+from kvferry_sidecar.plan.chunk_keys import new_keys
+from kvferry_sidecar.sessions.admissions import Keys
+from kvferry_sidecar.sessions.model import Session
+from kvferry_sidecar.stages.shape import GroupShape, SessionShape
+from kvferry_sidecar.tiers.host import HostTier
+
+namespaces_max = 32  # remembered and looked at after a miss of the whole prompt
+fields_max = 4  # differing fields that are named
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFacts:
+    """A namespace seen at this epoch, and how the first chunk of a prompt is named in it."""
+
+    engine: str
+    identity: Mapping[str, str]
+    group: int
+    hashes_per_block: int
+
+
+class Namespaces:
+    """Digest -> facts of the namespaces that engines registered: bounded, the oldest goes."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, NamespaceFacts] = {}
+
+    def learn(self, session: Session, shape: SessionShape) -> None:
+        """A session is ready: remember under what its chunks are kept."""
+        digest = session.namespaces.get(session.version)
+        geometry = next((w.geometry for w in session.workers.values() if w.geometry), None)
+        stored = shape.stored_groups()
+        if digest is None or geometry is None or not stored:
+            return
+        self._known.pop(digest, None)
+        self._known[digest] = NamespaceFacts(
+            "/".join(session.key), geometry.identity, stored[0].group, stored[0].hashes_per_block
+        )
+        if len(self._known) > namespaces_max:
+            del self._known[next(iter(self._known))]
+
+    def holder(
+        self, pool: HostTier, session: Session, hashes: bytes, hash_bytes: int
+    ) -> Why | None:
+        """Return where else the prompt's first chunk is kept, and which facts differ; or None."""
+        own = session.namespaces.get(session.version)
+        mine = self._known.get(own) if own is not None else None
+        for digest, facts in self._known.items():
+            chunk_bytes = facts.hashes_per_block * hash_bytes
+            if digest == own or len(hashes) < chunk_bytes:
+                continue
+            keys = new_keys(
+                digest,
+                facts.group,
+                hashes[:chunk_bytes],
+                hashes_per_block=facts.hashes_per_block,
+                hash_bytes=hash_bytes,
+                start=0,
+            )
+            if pool.prefix(keys):
+                return Why(Reason.NAMESPACE, _difference(facts, mine))
+        return None
+
+
+def why_short(
+    pool: HostTier,
+    evicted: Evicted,
+    shape: SessionShape,
+    keys: Sequence[Keys],
+    *,
+    hit_tokens: int,
+    wanted_tokens: int,
+    now_s: float,
+) -> Why:
+    """Return why a hit ends at ``hit_tokens`` though ``wanted_tokens`` were possible."""
+    full = [
+        (group, of_group, pool.prefix(of_group))
+        for group, of_group in zip(shape.stored_groups(), keys, strict=True)
+        if group.kind in FULL_FAMILY
+    ]
+    held_tokens = min((run * group.block_tokens for group, _, run in full), default=wanted_tokens)
+    reach_tokens = min(held_tokens, wanted_tokens) // shape.rules.hit_alignment
+    reach_tokens *= shape.rules.hit_alignment
+    if reach_tokens > hit_tokens or not full:
+        return _later_boundary(shape, full, hit_tokens, reach_tokens)
+    group, of_group, run = min(full, key=lambda one: one[2] * one[0].block_tokens)
+    where = f"chunk {run} of group {group.group}, after token {run * group.block_tokens}"
+    if run >= len(of_group):
+        return Why(Reason.ABSENT, f"all {run} chunks of group {group.group} are stored")
+    if bool(pool.being_written(of_group[run : run + 1])[0]):
+        return Why(Reason.BEING_WRITTEN, where)
+    evicted_s = evicted.at_s(of_group[run].tobytes())
+    if evicted_s is not None:
+        return Why(Reason.EVICTED, f"{where}, evicted {now_s - evicted_s:.1f} s before")
+    return Why(Reason.ABSENT, where if run else "not even the first chunk of the prompt is stored")
+
+
+def _later_boundary(
+    shape: SessionShape,
+    full: Sequence[tuple[GroupShape, Keys, int]],
+    hit_tokens: int,
+    reach_tokens: int,
+) -> Why:
+    """Full attention reaches further than the hit: another group, or EAGLE's drop, ends it."""
+    stored = f"full attention is stored up to token {reach_tokens}"
+    eagle = shape.rules.eagle_ids
+    if eagle:
+        margin = max(shape.rules.eagle_margin(group) for group in eagle)
+        if reach_tokens - hit_tokens <= margin:
+            return Why(Reason.EAGLE, f"{stored}, the drafter recomputes the last {margin} tokens")
+    whole = {group.group for group, _, _ in full}
+    others = [g for g in shape.stored_groups() if g.group not in whole]
+    names = ", ".join(f"{g.group} ({g.kind})" for g in others) or "each other"
+    detail = f"{stored}, but a request can resume there only with group {names}"
+    return Why(Reason.BOUNDARY, detail)
+
+
+def _difference(theirs: NamespaceFacts, mine: NamespaceFacts | None) -> str:
+    if mine is None:
+        return f"kept for {theirs.engine}"
+    fields = compare_identity(mine.identity, theirs.identity)
+    if not fields:
+        return f"kept for {theirs.engine} under another namespace version (a reset)"
+    named = ", ".join(f"{f.field} ({f.theirs} here, {f.ours} there)" for f in fields[:fields_max])
+    rest = f" and {len(fields) - fields_max} more" if len(fields) > fields_max else ""
+    return f"kept for {theirs.engine}: {named}{rest} differ"
