@@ -8,7 +8,8 @@ all ranks free it, once per job.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -136,6 +137,20 @@ class Jobs:
         self._last += 1
         self._open[self._last] = Job(block_ids=ids)
         return self._last
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let go of every pinned block inside; nothing may be allocated meanwhile."""
+        pool, pins = self.pool, [job.block_ids for job in self._open.values() if job.block_ids]
+        if pool is not None:
+            for ids in pins:
+                vllm_compat.free(pool, ids)
+        try:
+            yield
+        finally:
+            if pool is not None:
+                for ids in pins:
+                    vllm_compat.touch(pool, ids)
 
     def report(self, number: int, report: Report) -> Job | None:
         """Note one rank's end of a job; returns the job when it was the last one, now closed."""

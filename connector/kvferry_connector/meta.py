@@ -21,6 +21,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not followed
     """Scheduler half to worker halves: the number of the step and its jobs.
 
+    ``rotation`` counts the namespace versions: what a load of an older one brought is stale.
+
     A fresh object each step (not a shared one): with two batches in flight the first is still
     to be executed when the second is built.
     """
@@ -28,6 +30,7 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not f
     step: int
     loads: tuple[JobOrder, ...] = ()
     saves: tuple[JobOrder, ...] = ()
+    rotation: int = 0
 
 
 @dataclass

@@ -78,7 +78,7 @@ class SchedulerHalf:
         )
         self._requests: dict[str, Tracked] = {}
         self._loads: list[JobOrder] = []  # of the step being built
-        self._admissions = self._step = 0
+        self._admissions = self._step = self._rotation = 0
         self._progress_s = 0.0
         self._gave_up = False
 
@@ -110,10 +110,12 @@ class SchedulerHalf:
     def bind(self, manager: KVCacheManager, before_reset: Callable[[], object]) -> None:
         """Take the pool whose blocks are pinned; ``before_reset`` runs before each cache reset.
 
+        Pins do not count in a reset: without them vLLM refuses it, or raises when the running
+        requests were to be reset too. They are back, on the same blocks, before anything else runs.
         Raises UnsupportedEngineError for a manager that hashes past its blocks.
         """
         vllm_compat.check_manager(manager)
-        vllm_compat.before_reset(manager, before_reset)
+        vllm_compat.around_reset(manager, before_reset, self._jobs.lifted)
         self._saver.manager = manager
         self._jobs.pool = vllm_compat.block_pool(manager)
 
@@ -121,12 +123,16 @@ class SchedulerHalf:
         """Give the namespace a new version: nobody loads or saves under the old one any more.
 
         Requests that hold KV keep their old stamp, and with it neither load nor save until they
-        start anew.
+        start anew. A load under way is cancelled, and fails on every rank whatever it brought.
         """
         self._version = os.urandom(NONCE_BYTES)
+        self._rotation += 1
         self.stats.count("rotations")
         if self._lookup.client is not None:
             self._lookup.client.rotate(self._version)
+            for admission in (tracked.admission for tracked in self._requests.values()):
+                if admission.phase is Phase.LOADING and admission.job in self._jobs:
+                    self._lookup.cancel(admission.job)
 
     def pending(self) -> bool:
         """Whether the engine must keep stepping for reports: ``awake_ms_max`` since the last one.
@@ -290,12 +296,13 @@ class SchedulerHalf:
             self._lookup.end_step()
         if self._loads or self._saver.orders:
             return self._take_orders()
-        return FerryMetadata(self._step)
+        return FerryMetadata(self._step, rotation=self._rotation)
 
     def _take_orders(self) -> FerryMetadata:
         if self._saver.orders:
             self._progress()
-        metadata = FerryMetadata(self._step, tuple(self._loads), tuple(self._saver.orders))
+        loads, saves = tuple(self._loads), tuple(self._saver.orders)
+        metadata = FerryMetadata(self._step, loads, saves, self._rotation)
         self._loads, self._saver.orders = [], []
         return metadata
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +149,12 @@ def check_manager(manager: KVCacheManager) -> None:
         )
 
 
-def before_reset(manager: KVCacheManager, callback: Callable[[], object]) -> None:
-    """Have ``callback`` run before each ``manager.reset_prefix_cache()``.
+def around_reset(
+    manager: KVCacheManager,
+    callback: Callable[[], object],
+    lifted: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Have ``callback`` run before each ``manager.reset_prefix_cache()``, itself run in ``lifted``.
 
     A local reset that fails never reaches the connector's ``reset_cache``, although the weights
     may have changed; this is the only place that sees every attempt. ``callback`` must not raise.
@@ -158,7 +163,8 @@ def before_reset(manager: KVCacheManager, callback: Callable[[], object]) -> Non
 
     def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
         callback()
-        return original(*args, **kwargs)
+        with lifted():
+            return original(*args, **kwargs)
 
     manager.reset_prefix_cache = reset_prefix_cache
 

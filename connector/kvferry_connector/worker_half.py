@@ -47,6 +47,7 @@ class OpenJob:
     epoch: int
     load_of: str
     asked_s: float
+    rotation: int
 
 
 class WorkerHalf:
@@ -68,6 +69,7 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._acks: list[int] = []
         self._sweep_at_s = 0.0
+        self._rotation = 0
         self.stats = FerryStats()
 
     # --- life of the engine ------------------------------------------------------------------
@@ -110,7 +112,7 @@ class WorkerHalf:
 
     def bind(self, metadata: FerryMetadata) -> None:
         """The step's blocks are zeroed and copied: loads may start into them."""
-        self._bound = metadata
+        self._bound, self._rotation = metadata, metadata.rotation
         self._fence.bound(metadata.step)
         if metadata.loads:
             self._submit(metadata.loads, is_load=True)
@@ -143,7 +145,7 @@ class WorkerHalf:
             if client is None or link is None or order.epoch != link.epoch:
                 self._report(order.job, load_of, "failed", "sidecar_away")
             elif client.send(link, hot.Submit(order.body), order.frames):
-                self._open[order.job] = OpenJob(order.epoch, load_of, now_s)
+                self._open[order.job] = OpenJob(order.epoch, load_of, now_s, self._rotation)
             else:
                 self._report(order.job, load_of, "failed", "submit_refused")
 
@@ -220,4 +222,7 @@ class WorkerHalf:
     def _end(self, job: int, status: str, reason: str, shorter_tokens: int = 0) -> None:
         open_job = self._open.pop(job, None)
         if open_job is not None:  # else: an outcome that was sent again
+            if open_job.load_of and open_job.rotation != self._rotation:
+                # The cache was reset meanwhile: what came is of the weights before.
+                status, reason, shorter_tokens = "failed", "reset", 0
             self._report(job, open_job.load_of, status, reason, shorter_tokens)

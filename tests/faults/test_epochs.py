@@ -77,6 +77,48 @@ def test_what_a_client_had_queued_dies_with_the_sidecar(sidecar: SidecarUnderTes
         assert [engine.get(f"queued {number}") for number in range(20)] == [0] * 20
 
 
+def test_an_engine_that_left_its_version_never_hits_it_again(sidecar: SidecarUnderTest) -> None:
+    """Nor what is saved under it later, nor after a restart; others keep theirs."""
+    with (
+        client_engine(sidecar.run_dir, engine_id="a") as leaver,
+        client_engine(sidecar.run_dir, engine_id="b") as stayer,
+    ):
+        epoch = leaver.wait_ready()
+        leaver.put("before")
+        leaver.fill("meanwhile", (1, 2, 3))
+        late = leaver.submit(leaver.save_job("meanwhile", (1, 2, 3), step=1))
+        wait_until(lambda: read_status(sidecar.run_dir)["pipeline"]["jobs_open"]["save"], "open")
+        admission, answer = leaver.lease("before", 3)
+        assert answer.hit_tokens == 48
+        leaver.version, old = os.urandom(16), leaver.version
+        leaver.scheduler_half.client.rotate(leaver.version)
+        wait_until(lambda: _namespace(sidecar, "a") != _namespace(sidecar, "b"), "it has left")
+        again = leaver.answer(leaver.ask(admission, 48))
+        assert (again.hit_tokens, again.reason) == (0, "version"), "asked under the old stamp"
+        leaver.memory.done(1)
+        assert leaver.ended(late).status == "done", "it drains under its own version"
+        for prompt in ("before", "meanwhile"):
+            assert (leaver.get(prompt), stayer.get(prompt)) == (0, 48)
+        leaver.put("after")
+        assert (leaver.get("after"), stayer.get("after")) == (48, 0)
+        sidecar.kill()
+        sidecar.restart()
+        for engine in (leaver, stayer):
+            engine.wait_ready(beyond_epoch=epoch)
+        for prompt in ("before", "meanwhile"):
+            assert (leaver.get(prompt), stayer.get(prompt)) == (0, 48)
+        assert (leaver.get("after"), stayer.get("after")) == (48, 0)
+        leaver.version = old
+        leaver.probe(99, "before", 3)
+        assert leaver.hint(99, 3).hit_tokens == 0, "under the old stamp"
+
+
+def _namespace(sidecar: SidecarUnderTest, engine_id: str) -> str:
+    sessions = read_status(sidecar.run_dir)["sessions"]
+    (found,) = (one["namespace"] for one in sessions if one["engine_id"] == engine_id)
+    return str(found)
+
+
 def test_committed_objects_are_hits_after_sigkill(sidecar: SidecarUnderTest) -> None:
     with client_engine(sidecar.run_dir) as engine:
         prompts = [f"kept {number}" for number in range(12)]

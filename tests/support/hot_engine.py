@@ -47,6 +47,7 @@ class HotEngine:
 
     def __init__(self, scheduler: HotHalf, worker: HotHalf, memory: KvMemory, life: bytes) -> None:
         self.scheduler, self.worker, self.memory, self.life = scheduler, worker, memory, life
+        self.version = NO_VERSION
         self._jobs = self._admissions = self._asks = 0
 
     def next_job(self) -> int:
@@ -67,7 +68,7 @@ class HotEngine:
         fields: dict[str, Any] = {
             "job": self.next_job(),
             "life": self.life,
-            "version": NO_VERSION,
+            "version": self.version,
             "request": prompt[:64],
             "admission": 1,
             "step": step,
@@ -87,7 +88,7 @@ class HotEngine:
         fields: dict[str, Any] = {
             "job": self.next_job(),
             "life": self.life,
-            "version": NO_VERSION,
+            "version": self.version,
             "request": "load",
             "admission": admission,
             "step": step,
@@ -124,7 +125,7 @@ class HotEngine:
         message = Probe(
             request=prompt[:64],
             admission=admission,
-            version=NO_VERSION,
+            version=self.version,
             start=start,
             total=total,
             num_tokens=total * BLOCK_TOKENS + 1,

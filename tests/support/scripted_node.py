@@ -48,6 +48,7 @@ class Running:
     job: hot.Job
     frames: list[bytes]
     steps_left: int
+    rotation: int
     cancelled: bool = False
 
 
@@ -72,6 +73,7 @@ class ScriptedNode:
         self.ready = True
         self.is_silent = False
         self.takes_sends = True
+        self.hears = True  # False: nothing is cancelled
         self.answers = True  # False: asks are kept in ``unanswered``
         self.hints = False
         self.load_fails = False
@@ -142,7 +144,7 @@ class ScriptedNode:
                 self.known.pop(admission, None)
         elif isinstance(message, hot.Cancel):
             for running in self.running:
-                running.cancelled |= running.order.job == message.job
+                running.cancelled |= self.hears and running.order.job == message.job
         return True
 
     def receive(self, link: Link, wait_us: int = 0) -> list[tuple[hot.FromSidecar, list[bytes]]]:
@@ -218,13 +220,15 @@ class ScriptedNode:
             steps = self.load_steps if isinstance(job, hot.LoadJob) else self.save_steps
             if isinstance(job, hot.LoadJob):
                 assert self.known[job.admission].leased_tokens >= job.total_tokens
-            self.running.append(Running(order, job, list(order.frames), steps))
+            self.running.append(Running(order, job, list(order.frames), steps, meta.rotation))
         for running in list(self.running):
             running.steps_left -= 1
             if running.steps_left < 0 or running.cancelled:
                 self.running.remove(running)
                 is_load = isinstance(running.job, hot.LoadJob)
                 status, shorter = self._run(running)
+                if is_load and running.rotation != meta.rotation:  # as the worker half has it
+                    status, shorter = "failed", 0
                 self._finish(end, running.order, is_load=is_load, status=status, shorter=shorter)
         return end
 

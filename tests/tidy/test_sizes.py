@@ -18,8 +18,9 @@ COLUMNS_MAX = 100
 # The stub is to stay small enough to be read before it is let into an engine. Of its lines a third
 # are the life of a request, a quarter the attachment, a quarter the facts that keep two engines
 # from sharing wrong bytes. It may shrink; it grows with what it serves only (sliding windows and
-# chunked local attention took 46 lines, a shorter load after a failed one 26).
-CONNECTOR_LINES_MAX = 2472
+# chunked local attention took 46 lines, a shorter load after a failed one 26, loads and pins that a
+# cache reset meets 28).
+CONNECTOR_LINES_MAX = 2500
 
 # path: lines it had when it went over the goal
 RATCHET: dict[str, int] = {"tests/unit/sidecar/test_segment.py": 419}

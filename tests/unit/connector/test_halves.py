@@ -147,6 +147,22 @@ def test_each_outcome_is_reported_once_and_acknowledged(
     assert client.kinds(hot.OutcomeAck) == [hot.OutcomeAck([1]), hot.OutcomeAck([1])]
 
 
+def test_load_that_a_reset_overtook_failed_whatever_it_brought(
+    half: WorkerHalf, client: ScriptedClient
+) -> None:
+    half.bind(FerryMetadata(7, (order(1), order(2)), (order(3),), rotation=4))
+    half.end_forward()
+    client.inbox = [outcome(2)]
+    assert half.results().failed_recving == set()
+    half.bind(FerryMetadata(8, rotation=5))
+    client.inbox = [outcome(1), outcome(3)]
+    assert half.results().failed_recving == {"req-1"}
+    meta = half.worker_metadata()
+    assert meta is not None
+    assert meta.reports[1] == [Report(3, "failed", "reset", 0)]
+    assert meta.reports[3][0].status == "done", "a save goes to its own version"
+
+
 def test_save_is_reported_to_the_scheduler_half_only(
     half: WorkerHalf, client: ScriptedClient
 ) -> None:

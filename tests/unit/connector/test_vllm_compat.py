@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +120,7 @@ def test_the_callback_runs_before_every_reset_also_a_failing_one(manager: KVCach
     def callback() -> None:
         calls.append(pool.get_num_free_blocks() == 7)
 
-    vllm_compat.before_reset(manager, callback)
+    vllm_compat.around_reset(manager, callback, nullcontext)
     assert manager.reset_prefix_cache() is True
     vllm_compat.touch(pool, [3])
     assert manager.reset_prefix_cache() is False, "a pinned block: vLLM cannot reset"
