@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvferry_connector import vllm_compat
 from kvferry_connector.config import FerryConfig
-from kvferry_connector.identity import backends_fact, identity_facts
+from kvferry_connector.identity import common_fact, identity_facts
 from kvferry_connector.placements import DescribeError, describe_placements, page_data_bytes
 from kvferry_connector.wire.attach import Group, RegisterEngine, RegisterRank, Shard
 from kvferry_connector.wire.names import NO_VERSION
@@ -43,6 +45,7 @@ _KINDS: dict[str, str] = {
     "UniformTypeKVCacheSpecs": "uniform",
 }
 _WINDOWED = frozenset({"swa", "swa-mla"})
+_FULL_FAMILY = frozenset({"full", "mla", "indexer"})
 # Moves pages about, changes no byte inside one.
 _NOT_CONTENT = frozenset({"block_stride_alignment", "page_size_padded", "kv_cache_specs"})
 
@@ -153,12 +156,13 @@ def describe_groups(
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         kind, detail = spec_kind(spec)
-        window = spec.sliding_window if kind in _WINDOWED else 0
+        first = first_spec(spec)
+        window = first.sliding_window if kind in _WINDOWED else 0
         if group.host_resident or group.role.value != "default":
             kind, detail = "hisparse", f"role {group.role.value}"
         layers = sorted(group.layer_names)
         facts = spec_facts(spec)
-        facts["backends"] = backends_fact({name: backends.get(name, "none") for name in layers})
+        facts["backends"] = common_fact({name: backends.get(name, "none") for name in layers})
         # With heads outermost, each kernel block orders its own tokens.
         rows = {kv_caches[name].shape[0] for name in layers if name in kv_caches}
         ratios = sorted(count // kv_cache_config.num_blocks for count in rows)
@@ -174,8 +178,9 @@ def describe_groups(
                 eagle=bool(group.is_eagle_group),
                 detail=detail,
                 window_tokens=window,
-                window_extra_tokens=vllm_compat.window_extra(spec) if window else 0,
-                chunk_tokens=spec.attention_chunk_size if kind == "chunked" else 0,
+                window_extra_tokens=vllm_compat.window_extra(first) if window else 0,
+                chunk_tokens=first.attention_chunk_size if kind == "chunked" else 0,
+                tp_replicas=tp_replicas(spec, vllm_config.parallel_config),
             )
         )
     return groups
@@ -186,8 +191,7 @@ def spec_kind(spec: KVCacheSpec) -> tuple[str, str]:
     name = type(spec).__name__
     kind = _KINDS.get(name, "unknown")
     if kind == "uniform":
-        members = sorted({spec_kind(member)[0] for member in spec.kv_cache_specs.values()})
-        return kind, f"{name} of {', '.join(members)}"
+        return _uniform_kind(spec)
     if kind == "mla" and spec.cache_role.value == "indexer":
         return "indexer", name
     if kind == "full" and spec.non_causal:
@@ -195,14 +199,57 @@ def spec_kind(spec: KVCacheSpec) -> tuple[str, str]:
     return kind, name
 
 
+def _uniform_kind(spec: KVCacheSpec) -> tuple[str, str]:
+    """Return the kind of a group whose layers have one block table and pages of several sizes.
+
+    vLLM's manager knows such a group by its first layer: where the others would be kept by other
+    rules, no mask is exact for all.
+    """
+    members = list(iter_layer_specs(spec))
+    kinds = sorted({spec_kind(member)[0] for member in members})
+    detail = f"{type(spec).__name__} of {', '.join(kinds)}"
+    if len(kinds) > 1 and set(kinds) <= _FULL_FAMILY:
+        return ("full" if "full" in kinds else "mla"), detail
+    reaches = {
+        (getattr(one, "sliding_window", None), getattr(one, "attention_chunk_size", None))
+        for one in members
+    }
+    return (kinds[0] if len(kinds) == len(reaches) == 1 else "uniform"), detail
+
+
+def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec by which vLLM's scheduler knows a group: of several, the first layer's."""
+    return next(iter(iter_layer_specs(spec)))
+
+
+def tp_replicas(spec: KVCacheSpec, parallel: Any) -> int:
+    """Return how many consecutive tensor-parallel ranks hold the same bytes of a group."""
+    tp_size = int(parallel.tensor_parallel_size)
+    dcp_size = int(parallel.decode_context_parallel_size)
+    return math.gcd(tp_size, *(_replicas(one, tp_size, dcp_size) for one in iter_layer_specs(spec)))
+
+
+def _replicas(spec: KVCacheSpec, tp_size: int, dcp_size: int) -> int:
+    if getattr(spec, "tp_replicated", False):  # a state that every rank computes whole
+        return tp_size
+    shards = getattr(spec, "max_tp_shards", None)  # None: not known to be replicated
+    split_by_tokens = spec.dcp_sharded and dcp_size > 1
+    return 1 if shards is None or split_by_tokens else max(1, tp_size // shards)
+
+
 def spec_facts(spec: KVCacheSpec) -> dict[str, str]:
-    """Return what determines the bytes inside a page of this spec, by name."""
-    facts = {"class": type(spec).__name__}
+    """Return what determines the bytes inside a page of this spec, by name.
+
+    Of a group with several: the first layer's, as vLLM compares groups, and all as ``members``.
+    """
     members = getattr(spec, "kv_cache_specs", None)
     if members is not None:
-        for layer, member in sorted(members.items()):
-            facts[f"layer {layer}"] = "; ".join(f"{k}={v}" for k, v in spec_facts(member).items())
-        return facts
+        texts = {
+            layer: "; ".join(f"{name}={value}" for name, value in spec_facts(member).items())
+            for layer, member in members.items()
+        }
+        return {**spec_facts(first_spec(spec)), "members": common_fact(texts)}
+    facts = {"class": type(spec).__name__}
     for field in sorted(fields(spec), key=lambda field: field.name):
         if field.name not in _NOT_CONTENT:
             facts[field.name] = str(getattr(spec, field.name))

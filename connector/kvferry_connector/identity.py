@@ -52,7 +52,7 @@ def identity_facts(
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed_probe": hash_probe,
         "hash_block_tokens": str(hash_block_tokens),
-        "attention_backends": backends_fact(backends),
+        "attention_backends": common_fact(backends),
         "tp_size": str(parallel.tensor_parallel_size),
         "pp_size": str(parallel.pipeline_parallel_size),
         "dcp_size": str(parallel.decode_context_parallel_size),
@@ -118,12 +118,12 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def backends_fact(backends: Mapping[str, str]) -> str:
-    """Return one name when all layers use it, else the names and a digest of who uses which."""
-    names = sorted(set(backends.values()))
+def common_fact(by_layer: Mapping[str, str]) -> str:
+    """Return the one value that all layers have, else the values and a digest of who has which."""
+    names = sorted(set(by_layer.values()))
     if len(names) <= 1:
         return "".join(names)
-    lines = "\n".join(f"{layer} {name}" for layer, name in sorted(backends.items()))
+    lines = "\n".join(f"{layer} {name}" for layer, name in sorted(by_layer.items()))
     return f"{','.join(names)}:{hashlib.sha256(lines.encode()).hexdigest()}"
 
 

@@ -136,7 +136,7 @@ def make_engine(
             0,
             0,
             fence=FakeFence(),
-            geometry=RankGeometry(1, rank_groups, {}, b"d", BLOCK),
+            geometry=RankGeometry(1, rank_groups, {}, b"d", BLOCK, position=(rank, 0, 0)),
         )
     return Engine(session, scheduler, list(session.workers.values()), layouts)
 

@@ -65,6 +65,7 @@ ATTACH_FROM_PEER: list[attach.FromPeer] = [
                 window_tokens=40,
                 window_extra_tokens=3,
                 chunk_tokens=256,
+                tp_replicas=2,
             )
         ],
         placements=[attach.Placement(0, ["l0", "l1"], 0, 0, 4096, 1024, 1024)],

@@ -36,7 +36,8 @@ class Group(msgspec.Struct, frozen=True):
     name with ``detail`` in the text. ``block_tokens`` is the effective block size B_g. ``spec``
     holds every fact of the group's specs that changes bytes (part of the namespace).
     ``window_tokens`` is the sliding window, ``window_extra_tokens`` what lookups need below it,
-    ``chunk_tokens`` the attention chunk; 0 where the kind has none.
+    ``chunk_tokens`` the attention chunk; 0 where the kind has none. ``tp_replicas``: so many
+    consecutive tensor-parallel ranks hold the same bytes of this group.
     """
 
     group: int
@@ -50,6 +51,7 @@ class Group(msgspec.Struct, frozen=True):
     window_tokens: int = 0
     window_extra_tokens: int = 0
     chunk_tokens: int = 0
+    tp_replicas: int = 1
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -97,7 +97,7 @@ def check_groups(register: RegisterRank) -> list[FieldRefusal]:
     owner: dict[str, int] = {}
     for group in register.groups:
         if group.cacheable:
-            found += _check_group(group, register.hash_block_tokens)
+            found += _check_group(group, register)
         for layer in group.layers:
             if layer in owner:
                 name = f"groups[{group.group}].layers"
@@ -144,8 +144,9 @@ def check_placements(register: RegisterRank, memories: Mapping[int, Sized]) -> l
     return found
 
 
-def _check_group(group: Group, hash_block_tokens: int) -> list[FieldRefusal]:
+def _check_group(group: Group, register: RegisterRank) -> list[FieldRefusal]:
     name = f"groups[{group.group}]"
+    hash_block_tokens, tp_size = register.hash_block_tokens, register.shard.tp_size
     if group.kind not in SERVED_KINDS:
         detail = f" ({group.detail})" if group.detail else ""
         served = ", ".join(SERVED_KINDS)
@@ -159,6 +160,10 @@ def _check_group(group: Group, hash_block_tokens: int) -> list[FieldRefusal]:
         remedy = "choose a --block-size that the hash block size divides"
         theirs = str(group.block_tokens)
         found.append(FieldRefusal(f"{name}.block_tokens", theirs, ours, remedy))
+    if group.tp_replicas < 1 or tp_size % group.tp_replicas:
+        ours = f"a divisor of tp_size {tp_size}"
+        theirs = str(group.tp_replicas)
+        found.append(FieldRefusal(f"{name}.tp_replicas", theirs, ours, _REPORT))
     return found or list(_kind_numbers(name, group))
 
 

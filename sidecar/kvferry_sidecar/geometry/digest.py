@@ -43,6 +43,7 @@ def _group_facts(group: Group, placed: Mapping[tuple[int, str], Placement]) -> c
         "window_tokens": group.window_tokens,
         "window_extra_tokens": group.window_extra_tokens,
         "chunk_tokens": group.chunk_tokens,
+        "tp_replicas": group.tp_replicas - 1,
     }
     return {
         "group": group.group,
@@ -53,7 +54,7 @@ def _group_facts(group: Group, placed: Mapping[tuple[int, str], Placement]) -> c
         "spec": group.spec,
         "pages": pages,
         # Those that the kind has: a model without any keeps the digest it always had.
-        **{name: tokens for name, tokens in numbers.items() if tokens},
+        **{name: number for name, number in numbers.items() if number},
     }
 
 

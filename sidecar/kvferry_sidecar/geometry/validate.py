@@ -20,7 +20,7 @@ from kvferry_sidecar.masks.kinds import FULL_FAMILY
 from kvferry_sidecar.sessions.model import RankGeometry, RankGroup
 
 # Facts of a group that vLLM's comparison of specs does not know.
-_NOT_SPEC = frozenset({"backends", "kernel_blocks"})
+_NOT_SPEC = frozenset({"backends", "kernel_blocks", "members"})
 
 
 class MakeLayout(Protocol):
@@ -124,6 +124,7 @@ def _build_group(
         window_extra_tokens=group.window_extra_tokens,
         chunk_tokens=group.chunk_tokens,
         eagle=group.eagle,
+        tp_replicas=group.tp_replicas,
         spec=canonical.encode(
             {name: value for name, value in group.spec.items() if name not in _NOT_SPEC}
         ).hex(),

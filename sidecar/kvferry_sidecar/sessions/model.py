@@ -35,6 +35,7 @@ class RankGroup:
     window_extra_tokens: int = 0
     chunk_tokens: int = 0
     eagle: bool = False
+    tp_replicas: int = 1  # consecutive TP ranks that hold the same bytes
     spec: str = ""  # equal for groups whose specs vLLM takes for equal
 
 

@@ -85,16 +85,17 @@ class SaveWork:
         self.objects = sum(len(save.entries) for save in groups)
 
     def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
-        """One gather per group that this rank holds layers of and that has new chunks."""
+        """One gather per group that this rank holds layers of and that has new chunks for it."""
         planned = []
         for index, save in enumerate(self._groups):
+            turn = save.shape.stripe.turns[rank_index]
             extents = rank_extents(
                 peer,
                 rank_index,
                 save.shape,
-                blocks=save.blocks,
-                offsets=save.offsets,
-                seeds=save.seeds,
+                blocks=save.blocks[turn],
+                offsets=save.offsets[turn],
+                seeds=save.seeds[turn],
             )
             if extents is not None:
                 planned.append(PlannedCopy(index, Direction.GATHER, extents))
@@ -130,10 +131,11 @@ class SaveWork:
     def _store_crcs(self, part: Part) -> None:
         for planned, result in part.results:
             save = self._groups[planned.group_index]
-            shard = save.shape.stripe.shards[part.rank_index]
+            stripe = save.shape.stripe
+            shard, turn = stripe.shards[part.rank_index], stripe.turns[part.rank_index]
             assert shard is not None, "a copy exists only for a rank with a shard"
             assert result.crcs is not None, "gathers are submitted with crc=True"
-            self._core.pool.set_crcs(save.entries, shard, result.crcs)
+            self._core.pool.set_crcs(save.entries[turn], shard, result.crcs)
 
 
 def _form_fault(

@@ -61,14 +61,19 @@ def session_shape(session: Session) -> SessionShape | None:
     if not geometries:
         return None
     groups = tuple(
-        _group_shape([geometry.groups[i] for geometry in geometries])
+        _group_shape(
+            [geometry.groups[i] for geometry in geometries],
+            [geometry.position for geometry in geometries],
+        )
         for i in range(len(geometries[0].groups))
     )
     return SessionShape(ranks, groups, rules_of(session, geometries[0]))
 
 
-def _group_shape(ranks: list[RankGroup]) -> GroupShape:
+def _group_shape(ranks: list[RankGroup], positions: list[tuple[int, int, int]]) -> GroupShape:
     first = ranks[0]
+    # Replicas are consecutive in tensor parallel; pipeline stages have layers of their own.
+    names = [(tp_rank // first.tp_replicas, pp_rank) for tp_rank, pp_rank, _ in positions]
     return GroupShape(
         group=first.group,
         kind=first.kind,
@@ -76,5 +81,5 @@ def _group_shape(ranks: list[RankGroup]) -> GroupShape:
         hashes_per_block=first.hashes_per_block,
         save_rule=first.save_rule,
         num_blocks=min(rank.num_blocks for rank in ranks),
-        stripe=stripe_shape([rank.payload_bytes for rank in ranks]),
+        stripe=stripe_shape([rank.payload_bytes for rank in ranks], names),
     )

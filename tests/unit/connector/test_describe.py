@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,8 @@ from kvferry_connector.describe import DescribeError, describe_engine, describe_
 from kvferry_connector.export import ExportError, KvMemory
 from kvferry_connector.wire.attach import Placement, Shard
 from support.vllm_configs import make_config, write_model
+from support.vllm_memory import Kv, allocating
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -28,7 +28,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.worker.utils import allocate_kv_cache
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
 SWA = SlidingWindowSpec(
@@ -37,30 +36,10 @@ SWA = SlidingWindowSpec(
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
 
 
-@dataclass(frozen=True)
-class Kv:
-    """A worker's KV memory, allocated by vLLM into ours."""
-
-    vllm_config: VllmConfig
-    kv_cache_config: KVCacheConfig
-    kv_caches: dict[str, torch.Tensor]
-    memory: KvMemory
-
-
 @pytest.fixture
 def allocate(tmp_path: Path) -> Iterator[Callable[..., Kv]]:
-    memory = KvMemory()
-
-    def make(specs: dict[str, Any], layout: str = "LBNHC", kernel_tokens: int | None = None) -> Kv:
-        vllm_config = make_config(write_model(tmp_path / "model"), layout)
-        (kv,) = get_kv_cache_configs(vllm_config, [specs], [8 << 20])
-        sizes = [kernel_tokens or g.kv_cache_spec.block_size for g in kv.kv_cache_groups]
-        with memory.context():
-            caches = allocate_kv_cache(kv, torch.device("cpu"), KVCacheLayout[layout], sizes)
-        return Kv(vllm_config, kv, caches, memory)
-
-    yield make
-    memory.close()
+    with allocating(tmp_path) as make:
+        yield make
 
 
 def page_through_the_descriptor(kv: Kv, place: Placement, layer: str, block: int) -> bytes:
@@ -134,7 +113,7 @@ def test_numbers_of_each_positional_kind_are_described(monkeypatch: pytest.Monke
         ],
     )
     vllm_config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1)
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=2)
     )
 
     def numbers() -> list[tuple[int, int, int]]:
@@ -195,8 +174,6 @@ def test_only_plain_full_attention_is_full() -> None:
     indexer = replace(mla, cache_role=interface.SparseCacheRole.INDEXER)
     assert describe.spec_kind(indexer)[0] == "indexer"
     assert describe.spec_kind(replace(FULL, non_causal=True))[0] == "non-causal"
-    uniform = interface.UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL, "b": mla})
-    assert describe.spec_kind(uniform) == ("uniform", "UniformTypeKVCacheSpecs of full, mla")
 
     class OwnSpec(FullAttentionSpec):
         pass
@@ -220,8 +197,6 @@ def test_spec_facts_name_what_changes_bytes() -> None:
     ):
         assert describe.spec_facts(replace(FULL, **change)) != facts
     assert describe.spec_facts(replace(FULL, page_size_padded=1 << 20)) == facts
-    uniform = interface.UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL})
-    assert "num_kv_heads=2" in describe.spec_facts(uniform)["layer a"]
 
 
 def test_a_rank_and_an_engine_are_described(allocate: Callable[..., Kv]) -> None:
@@ -345,8 +320,8 @@ def test_the_length_limit_counts_where_it_changes_the_rotation(tmp_path: Path) -
 
 
 def test_backends_are_one_name_or_a_digest_of_who_uses_which() -> None:
-    assert identity.backends_fact({"a": "X", "b": "X"}) == "X"
-    mixed = identity.backends_fact({"a": "X", "b": "Y"})
+    assert identity.common_fact({"a": "X", "b": "X"}) == "X"
+    mixed = identity.common_fact({"a": "X", "b": "Y"})
     assert mixed.startswith("X,Y:")
-    assert mixed != identity.backends_fact({"a": "Y", "b": "X"})
-    assert identity.backends_fact({}) == ""
+    assert mixed != identity.common_fact({"a": "Y", "b": "X"})
+    assert identity.common_fact({}) == ""

@@ -207,6 +207,8 @@ def test_windows_and_chunks_are_part_of_the_digest():
         ({"shard": Shard(tp_rank=2, tp_size=2)}, "shard.tp_rank"),
         ({"shard": Shard(pp_size=0)}, "shard.pp_size"),
         ({"shard": Shard(tp_size=3, dcp_size=2)}, "shard.dcp_size"),
+        ({"groups": [group(tp_replicas=2)], "shard": Shard(tp_size=3)}, "groups[0].tp_replicas"),
+        ({"groups": [group(tp_replicas=0)], "shard": Shard(tp_size=3)}, "groups[0].tp_replicas"),
         ({"groups": []}, "groups"),
         ({"groups": [group(1)]}, "groups[].group"),
         ({"groups": [group(cacheable=False)]}, "groups"),
@@ -319,6 +321,13 @@ def test_the_digest_covers_what_changes_bytes_and_nothing_else():
     assert changed(placements=[outermost(run_bytes=PAGE - 1)])
     half = {"runs": 2, "run_bytes": PAGE // 2, "run_stride": PAGE // 2}
     assert changed(placements=[outermost(**half)])
+
+
+def test_a_cache_stored_once_is_not_one_stored_per_rank():
+    one, two = (
+        validate(register(groups=[group(tp_replicas=n)], shard=Shard(tp_size=2))) for n in (1, 2)
+    )
+    assert one.digest != two.digest
 
 
 def test_the_digest_leaves_out_the_ranks_own_number():

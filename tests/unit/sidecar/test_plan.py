@@ -52,10 +52,21 @@ def test_picked_blocks_are_the_tables_own_and_never_null(ids, start, data):
 
 
 def test_shards_lie_in_rank_order_and_ranks_without_layers_have_none():
-    shape = stripe_shape([100, 0, 50])
+    shape = stripe_shape([100, 0, 50], "abc")
     assert shape.offsets == (0, 100, 100)
     assert shape.shards == (0, None, 1)
     assert (shape.payload_bytes, shape.shard_count) == (150, 2)
+
+
+def test_ranks_of_the_same_bytes_share_a_shard_and_save_it_by_turns():
+    shape = stripe_shape([100, 100, 50, 50, 50], "aabbb")
+    assert shape.offsets == (0, 0, 100, 100, 100)
+    assert shape.shards == (0, 0, 1, 1, 1)
+    assert (shape.payload_bytes, shape.shard_count) == (150, 2)
+    chunks = list(range(7))
+    taken = [chunks[turn] for turn in shape.turns]
+    assert sorted(taken[0] + taken[1]) == sorted(taken[2] + taken[3] + taken[4]) == chunks
+    assert [len(one) for one in taken] == [4, 3, 3, 2, 2]
 
 
 @given(st.integers(0, 20), st.integers(1, 4), st.lists(st.integers(1, 7), max_size=6))

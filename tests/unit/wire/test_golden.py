@@ -49,7 +49,9 @@ def test_what_peers_sent_before_fields_were_appended_reads_as_their_defaults() -
             assert attach.read_from_peer(body) == engine
         if isinstance(message, attach.RegisterRank):
             plain = [
-                replace(group, window_tokens=0, window_extra_tokens=0, chunk_tokens=0)
+                replace(
+                    group, window_tokens=0, window_extra_tokens=0, chunk_tokens=0, tp_replicas=1
+                )
                 for group in message.groups
             ]
             assert attach.read_from_peer(body) == replace(message, groups=plain)
