@@ -113,7 +113,7 @@ class Sidecar(Child):
         self.run_dir = run_dir
         self.pool_name = pool_name
         serve = ["serve", "--run-dir", str(run_dir)]
-        pool = ["--pool-name", pool_name, "--pool-bytes", str(pool_bytes)]
+        pool = ["--pool-name", pool_name, "--pool-bytes", str(pool_bytes), "--http-listen", ""]
         super().__init__(in_environment({}, [*kvferry_command(), *serve, *pool, *flags]), log)
 
     def wait_ready(self, deadline_s: float = SIDECAR_START_S) -> None:

@@ -12,9 +12,9 @@ import os
 import resource
 import secrets
 import signal
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
 
-import msgspec
 import zmq
 from kvferry_connector.wire.attach import ToPeer
 from kvferry_connector.wire.hot import FromSidecar
@@ -22,16 +22,21 @@ from kvferry_connector.wire.names import attach_path, control_endpoint
 from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar import locks
-from kvferry_sidecar.config import Config
+from kvferry_sidecar.config import Config, Loaded
+from kvferry_sidecar.desk import Desk, Parts
 from kvferry_sidecar.engines.host import HostCopyEngine
-from kvferry_sidecar.errors import ConfigError, ExitCode
+from kvferry_sidecar.errors import ConfigError, ExitCode, HttpError
 from kvferry_sidecar.geometry.validate import validate_rank
 from kvferry_sidecar.keys.namespace import namespace_digest
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.loop import READ, Loop, Signals
 from kvferry_sidecar.observe import log as logs
-from kvferry_sidecar.observe import status
+from kvferry_sidecar.observe.http.guard import read_token
+from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
+from kvferry_sidecar.observe.http.window import Window
+from kvferry_sidecar.observe.mailbox import Mailbox
 from kvferry_sidecar.pipeline import Pipeline
+from kvferry_sidecar.reload import Reloader
 from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer
@@ -45,37 +50,39 @@ socket_check_s = 1.0  # how often the attach socket's file is looked at
 drain_grace_s = 1.0  # for the last outcomes to be taken after the pipeline ended its jobs
 
 
-def run(config: Config) -> int:
-    """Serve until a signal; returns the exit code. Raises KvferryError when it cannot start."""
-    lines = logs.configure(config.log.level, config.log.format)
+# How long another thread (HTTP) may keep the interpreter while the loop wants it. Python's own
+# 5 ms would show in the time of a lookup.
+thread_switch_s = 0.0005
+
+
+def run(loaded: Loaded, read: Callable[[], Loaded]) -> int:
+    """Serve until a signal; returns the exit code. Raises KvferryError when it cannot start.
+
+    ``read`` reads the configuration again, as ``loaded`` was read.
+    """
+    sys.setswitchinterval(thread_switch_s)
+    lines = logs.configure(loaded.config.log.level, loaded.config.log.format)
     log = logs.get_logger("serve")
     with contextlib.ExitStack() as stack:
         stack.callback(lines.flush)
-        app = App(config, log, stack, lines)
+        app = App(loaded, read, log, stack, lines)
         return app.run()
-
-
-@dataclass(frozen=True, slots=True)
-class LoopView:
-    """The loop, the sockets and what they refused, for the status document."""
-
-    turns: int
-    longest_turn_s: float
-    handler_errors: int
-    connections: int
-    leaving_halves: int
-    attach_refused: dict[str, int]
-    frames_refused: dict[str, int]
-    log_lines_lost: int
 
 
 class App:
     """One sidecar. ``stack`` closes what was built, in reverse order."""
 
     def __init__(
-        self, config: Config, log: Log, stack: contextlib.ExitStack, lines: logs.Lines
+        self,
+        loaded: Loaded,
+        read: Callable[[], Loaded],
+        log: Log,
+        stack: contextlib.ExitStack,
+        lines: logs.Lines,
     ) -> None:
-        self._config = config
+        self._config = config = loaded.config
+        self._degraded: dict[str, str] = {}
+        self._reloader = Reloader(loaded, read, self._apply, self._degraded, log)
         self._log = log
         self._lines = lines
         self.epoch = secrets.randbits(64) or 1
@@ -86,6 +93,7 @@ class App:
         raise_descriptor_limit(limits)
         self._loop = Loop(self._on_error)
         stack.callback(self._loop.close)
+        self._open_http(stack)
         self._segment = self._open_pool(stack)
         self._pool = HostTier(self._segment.pool)
         self._copies = HostCopyEngine(
@@ -101,6 +109,7 @@ class App:
         self._loop.watch(self._copies.wake_fd(), READ, self._on_copies)
         self._build_sessions(stack)
         self._build_sockets(stack)
+        self._build_desk()
         self._drain_until_s: float | None = None
         self._asked = False  # to end, by a signal
         self._exit_code = ExitCode.OK
@@ -120,11 +129,71 @@ class App:
     def run(self) -> int:
         """Turn the loop until a signal ends it; returns the exit code."""
         with Signals(self._loop, self._on_signal):
+            self._window.desk = self._desk
             code = int(self._loop.run())
+        self._http.close()
         self._log.info("stopped", exit_code=code)
         return code
 
     # --- building ----------------------------------------------------------------------------
+
+    def _open_http(self, stack: contextlib.ExitStack) -> None:
+        """Bind and serve first of all: probes are answered while the pool is made."""
+        config, http = self._config, self._config.http
+        self._token = read_token(http.token_file)
+        self._mailbox = Mailbox()
+        stack.callback(self._mailbox.close)
+        self._loop.watch(self._mailbox.fd, READ, self._mailbox.on_wake)
+        stall_s_max = config.limits.loop_stall_ms_max / 1000
+        self._window = Window(self._mailbox, lambda: self._loop.last_turn_at_s, stall_s_max)
+        self._http = HttpServer(self._window, lambda: self._token, self._log)
+        stack.callback(self._http.close)
+        path = locks.http_path(config.run_dir)
+        self._http.add(bind_unix(path), "local")
+        stack.callback(path.unlink, missing_ok=True)
+        if http.listen:
+            self._listen("http.listen", http.listen, "all")
+        if http.probes_listen:
+            self._listen("http.probes_listen", http.probes_listen, "probes")
+        self._http.start()
+
+    def _listen(self, key: str, address: str, what: str) -> None:
+        """Serve on an address. One that nobody chose may be taken: engines matter more."""
+        try:
+            listener = bind_tcp(key, address)
+        except HttpError as error:
+            if self._reloader.loaded.origins[key] != "default":
+                raise
+            self._degraded["http"] = error.message
+            self._log.warning("no HTTP", error=error.message, remedy=error.remedy)
+            return
+        self._http.add(listener, what)
+        self._log.info("HTTP", setting=key, address="{}:{}".format(*listener.getsockname()[:2]))
+
+    def _build_desk(self) -> None:
+        self._desk = Desk(
+            Parts(
+                self._loop,
+                self._registry,
+                self._pipeline,
+                self._pool,
+                self._attach,
+                self._transport,
+            ),
+            epoch=self.epoch,
+            loaded=lambda: self._reloader.loaded,
+            lines=self._lines,
+            degraded=self._degraded,
+            drain=self._drain,
+            reload=self._reloader.reload,
+            log=self._log,
+        )
+
+    def _apply(self, config: Config) -> None:
+        """Make the settings in config.HOT count."""
+        logs.set_level(config.log.level)
+        self._pipeline.set_limits(config.limits)
+        self._config = config
 
     def _open_pool(self, stack: contextlib.ExitStack) -> PoolSegment:
         host = self._config.tiers.host
@@ -180,7 +249,7 @@ class App:
             limits=config.limits,
             epoch=self.epoch,
             endpoint=endpoint,
-            status=self.status,
+            status=lambda: self._desk.status(self._loop.now_s()),
             log=self._log,
         )
         stack.callback(self._attach.close)
@@ -192,6 +261,7 @@ class App:
         self._loop.add_ticker("attach", self._attach.tick)
         self._loop.add_ticker("socket", self._socket_tick)
         self._loop.add_ticker("drain", self._drain_tick)
+        self._loop.add_ticker("reload", self._reloader.tick)
 
     # --- events ------------------------------------------------------------------------------
 
@@ -213,8 +283,10 @@ class App:
 
     def _on_signal(self, number: int, now_s: float) -> None:
         name = signal.Signals(number).name
-        if self._asked and number == signal.SIGHUP:
-            return  # comes twice where a terminal goes, or right after a SIGTERM
+        if number == signal.SIGHUP:
+            self._token = self._token_again()
+            self._reloader.reload()
+            return
         if self._asked:
             # Asked twice: whatever hangs must not keep the process. Its memory falls with it.
             self._log.warning("ended at once", signal=name)
@@ -228,6 +300,14 @@ class App:
         if self._drain_until_s is None:
             self._drain_until_s = now_s + self._config.limits.drain_ms_max / 1000 + drain_grace_s
             self._pipeline.drain(now_s)
+
+    def _token_again(self) -> str:
+        """Return the token as it is now; one that cannot be read stays as it was."""
+        try:
+            return read_token(self._config.http.token_file)
+        except HttpError as error:
+            self._log.error("token kept", error=error.message, remedy=error.remedy)
+            return self._token
 
     def _socket_tick(self, now_s: float) -> float:
         """End where nobody can reach us any more: whoever supervises us starts a new one."""
@@ -255,28 +335,6 @@ class App:
             self._log.warning("drain_ms_max is over; what is in flight is given up")
             self._loop.stop(self._exit_code)
         return min(self._drain_until_s - now_s, 0.05)
-
-    def status(self) -> bytes:
-        """Return the status document as JSON."""
-        stats = self._loop.stats()
-        view = LoopView(
-            turns=stats.turns,
-            longest_turn_s=stats.longest_turn_s,
-            handler_errors=stats.handler_errors,
-            connections=self._attach.connections,
-            leaving_halves=self._registry.leaving,
-            attach_refused=dict(self._attach.counters),
-            frames_refused=dict(self._transport.counters),
-            log_lines_lost=self._lines.lost,
-        )
-        return status.build(
-            self.epoch,
-            self._registry.sessions,
-            self._pipeline.snapshot(),
-            self._pool.stats(),
-            view,
-            msgspec.to_builtins(self._config, enc_hook=str),
-        )
 
 
 def raise_descriptor_limit(limits: Limits) -> None:

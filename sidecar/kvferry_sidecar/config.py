@@ -11,7 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +28,7 @@ CONFIG_ENV = "KVFERRY_CONFIG"
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - where shm_open puts segments
 _SYSTEM_RUN_DIR = Path("/run/kvferry")
 
+HTTP_LISTEN = "127.0.0.1:9480"
 POOL_BYTES = 4 << 30
 POOL_BYTES_MIN = 1 << 20
 SLAB_BYTES_MIN = 1 << 20
@@ -43,6 +44,8 @@ _SERVICE_LINK = re.compile(
 )
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
+# host:port with an IPv4 address, a name or [an IPv6 address]; empty: off
+_ADDRESS = r"^$|^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$"
 _SegmentName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 
 
@@ -77,6 +80,14 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["console", "json"]
 
 
+class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """HTTP for operators; "" switches an address off. See observe/http."""
+
+    listen: Annotated[str, msgspec.Meta(pattern=_ADDRESS)]
+    probes_listen: Annotated[str, msgspec.Meta(pattern=_ADDRESS)]
+    token_file: str
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything `kvferry serve` can be told."""
 
@@ -84,6 +95,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tiers: TiersConfig
     copy: CopyConfig
     log: LogConfig
+    http: HttpConfig
     limits: Limits
 
 
@@ -93,6 +105,7 @@ class Loaded:
 
     config: Config
     origins: Mapping[str, str]
+    file: Path | None = None
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (key, value as text, origin) of every setting, in the order of the structs."""
@@ -103,6 +116,22 @@ class Loaded:
 
 
 KNOWN = settings.keys_of(Config)
+
+# What takes effect without a restart (reload.py).
+HOT = frozenset(
+    {
+        "log.level",
+        "limits.hashes_max",
+        "limits.leases_max",
+        "limits.jobs_max",
+        "limits.fence_ms_max",
+        "limits.fence_poll_us",
+        "limits.copy_ms_max",
+        "limits.save_copies_max",
+        "limits.ranks_wait_ms_max",
+        "limits.drain_ms_max",
+    }
+)
 
 
 def load(
@@ -128,7 +157,7 @@ def load(
     values = {
         key: Setting(settings.parse(key, KNOWN[key], one), one.origin) for key, one in given.items()
     }
-    return _decode(_with_defaults(values))
+    return replace(_decode(_with_defaults(values)), file=file)
 
 
 def read_file(file: Path) -> dict[str, Setting]:
@@ -153,6 +182,12 @@ def read_file(file: Path) -> dict[str, Setting]:
 def view(config: Config) -> dict[str, object]:
     """Return every setting by dotted key, as plain values."""
     return settings.flatten(msgspec.to_builtins(config, enc_hook=str))
+
+
+def from_view(values: Mapping[str, object]) -> Config:
+    """Return the configuration of what ``view`` gave."""
+    tree = settings.unflatten(values)
+    return msgspec.convert(tree, Config, dec_hook=lambda kind, value: kind(value))
 
 
 def env_name(key: str) -> str:
@@ -221,6 +256,9 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "copy.threads": min(max(cpus // 4, 1), 8),
         "log.level": "info",
         "log.format": "console",
+        "http.listen": HTTP_LISTEN,
+        "http.probes_listen": "",
+        "http.token_file": "",
     }
     for name, value in msgspec.structs.asdict(Limits()).items():
         defaults[f"limits.{name}"] = value
@@ -235,9 +273,8 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
 
 def _decode(values: dict[str, Setting]) -> Loaded:
     """Build the structs, then check what no single value shows."""
-    tree = settings.unflatten({key: one.value for key, one in values.items()})
     try:
-        config = msgspec.convert(tree, Config, dec_hook=lambda kind, value: kind(value))
+        config = from_view({key: one.value for key, one in values.items()})
     except msgspec.ValidationError as error:
         key = settings.key_in(str(error))
         one = values.get(key)
@@ -259,6 +296,13 @@ def _check(config: Config, values: Mapping[str, Setting]) -> None:
             "paths end at 108",
             "choose a shorter directory",
         )
+    for key in ("http.listen", "http.probes_listen"):
+        address = str(values[key].value)
+        if address and int(address.rpartition(":")[2]) > 65535:
+            raise ConfigError(
+                f"{key} = {address!r} ({values[key].origin}): there is no such port",
+                "give a port up to 65535, or 0 for any free one",
+            )
     if host.slab_bytes & (host.slab_bytes - 1):
         raise ConfigError(
             f"tiers.host.slab_bytes = {host.slab_bytes} ({values['tiers.host.slab_bytes'].origin})"

@@ -55,6 +55,16 @@ class PoolSegmentError(KvferryError):
     exit_code = ExitCode.POOL
 
 
+class HttpError(KvferryError):
+    """An HTTP address cannot be bound, or its token file cannot be read."""
+
+    exit_code = ExitCode.USAGE
+
+
+class RequestError(KvferryError):
+    """An operator asked for something that does not exist, or in the wrong form."""
+
+
 class NoSidecarError(KvferryError):
     """Nothing answers at the attach socket."""
 

@@ -53,6 +53,11 @@ class FileLock:
             os.close(self.fd)
 
 
+def http_path(run_dir: Path) -> Path:
+    """Return the Unix socket of the operators' HTTP."""
+    return run_dir / "http.sock"
+
+
 def describe_self() -> dict[str, str | int]:
     """Return who holds a lock, as written into the lock file."""
     return {
@@ -197,7 +202,8 @@ def remove_stale_sockets(run_dir: Path) -> list[str]:
     Raises RunDirError: something under a socket's name cannot be removed.
     """
     removed: list[str] = []
-    for path in [run_dir / ATTACH_SOCKET, *sorted(run_dir.glob("ctl-*.sock"))]:
+    fixed = [run_dir / ATTACH_SOCKET, http_path(run_dir)]
+    for path in [*fixed, *sorted(run_dir.glob("ctl-*.sock"))]:
         try:
             path.unlink()
         except FileNotFoundError:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self
 
+from kvferry_sidecar.outcomes.histogram import SECONDS, Histogram, HistogramReading
+
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
 HANG_UP = select.EPOLLHUP
@@ -45,6 +47,7 @@ class LoopStats:
     longest_turn_s: float
     last_turn_at_s: float
     handler_errors: int
+    turn_seconds: HistogramReading
 
 
 class Loop:
@@ -66,6 +69,12 @@ class Loop:
         self._longest_turn_s = 0.0
         self._last_turn_at_s = clock()
         self._handler_errors = 0
+        self._turn_seconds = Histogram(SECONDS)
+
+    @property
+    def last_turn_at_s(self) -> float:
+        """End of the last turn (monotonic). Any thread may read it."""
+        return self._last_turn_at_s
 
     def now_s(self) -> float:
         """Return the loop's clock, seconds (monotonic)."""
@@ -136,13 +145,18 @@ class Loop:
         ended_s = self._clock()
         self._turns += 1
         self._longest_turn_s = max(self._longest_turn_s, ended_s - started_s)
+        self._turn_seconds.observe(ended_s - started_s)
         self._last_turn_at_s = ended_s
         return max(next_s, 0.0)
 
     def stats(self) -> LoopStats:
         """Return the progress so far."""
         return LoopStats(
-            self._turns, self._longest_turn_s, self._last_turn_at_s, self._handler_errors
+            self._turns,
+            self._longest_turn_s,
+            self._last_turn_at_s,
+            self._handler_errors,
+            self._turn_seconds.reading(),
         )
 
     def close(self) -> None:

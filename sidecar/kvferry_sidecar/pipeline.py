@@ -38,7 +38,7 @@ from kvferry_sidecar.engines.base import CopyEngine
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.outcomes.ledger import Ledger
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
-from kvferry_sidecar.outcomes.records import Records
+from kvferry_sidecar.outcomes.records import Prefixes, Records
 from kvferry_sidecar.outcomes.tombstones import Tombstones
 from kvferry_sidecar.sessions.admissions import Admissions
 from kvferry_sidecar.sessions.leases import LeaseTable
@@ -50,6 +50,7 @@ from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.parts import End
 from kvferry_sidecar.stages.probes import Probes
 from kvferry_sidecar.stages.snapshot import PipelineSnapshot
+from kvferry_sidecar.stages.views import JobView, LeaseView, job_views, lease_views
 from kvferry_sidecar.tiers.host import HostTier
 
 __all__ = ["Pipeline", "PipelineSnapshot"]
@@ -200,6 +201,11 @@ class Pipeline:
         """Whether this session's memory is, or may still be, touched by a copy."""
         return self._jobs.touches(session)
 
+    def set_limits(self, limits: Limits) -> None:
+        """Other bounds from now on; those in config.HOT take effect."""
+        self._core.limits = limits
+        self._jobs.desk.limits = limits
+
     def drain(self, now_s: float) -> None:
         """No new leases and saves; what is in flight ends, at the latest by drain_ms_max."""
         if not self._core.draining:
@@ -214,6 +220,23 @@ class Pipeline:
     def records(self) -> Records:
         """What became of the last requests. Read only; its records may be read by any thread."""
         return self._core.journal.records
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """The prefixes that hit most. Read only."""
+        return self._core.journal.prefixes
+
+    def jobs(self, now_s: float) -> list[JobView]:
+        """What is open, oldest first."""
+        return job_views(self._jobs.runs(), now_s)
+
+    def leases(self, now_s: float) -> list[LeaseView]:
+        """What is leased, least recently confirmed first."""
+        return lease_views(self._core.leases.all(), self.records, now_s)
+
+    def drop_stale_leases(self, idle_s: float, now_s: float, *, count_only: bool) -> int:
+        """Drop leases that no job owns and nothing confirmed for ``idle_s``."""
+        return self._core.leases.drop_stale(idle_s, now_s, count_only=count_only)
 
     def check(self) -> list[str]:
         """All violations, the pool's included: for tests and for the idle sidecar."""

@@ -13,6 +13,7 @@ import msgspec
 
 from kvferry_sidecar.errors import ConfigError
 
+may_be_empty = ("http.listen", "http.probes_listen", "http.token_file")  # "": off
 _UNITS = {
     "": 1, "B": 1,
     "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
@@ -96,7 +97,7 @@ def parse(key: str, kind: Any, one: Setting) -> object:
     if type(value) is not expected:  # bool is an int to isinstance, and here a mistake
         names = {int: "an integer", bool: "true or false", str: "text"}
         raise _wrong(key, one, names[expected], f"write {names[expected]}")
-    if value == "":
+    if value == "" and key not in may_be_empty:
         raise _wrong(key, one, "text", "give a value or leave it out")
     if type(value) is int and value < 1:
         raise _wrong(key, one, "at least 1", "give a positive number or leave it out")

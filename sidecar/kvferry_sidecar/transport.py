@@ -9,6 +9,7 @@ is kept until acknowledged elsewhere (outcomes), so a send that does not fit is 
 from __future__ import annotations
 
 import errno
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.errors import RunDirError
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.outcomes.histogram import SECONDS, Histograms
 from kvferry_sidecar.sessions.model import Peer
 
 _REMEDY_STALE = "attach again: the sidecar or this half has a new epoch or generation"
@@ -42,6 +44,7 @@ class Transport:
 
     ``find``: routing id -> the half it belongs to, None for a foreign one. ``on_message`` gets
     (peer, message, raw frames, now_s). ``counters``: refused and dropped frames by reason.
+    ``seconds``: handling one message, by kind.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Transport:
         self._messages_per_turn_max = limits.messages_per_turn_max
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
+        self.seconds = Histograms(SECONDS)
         try:
             self._socket = context.socket(zmq.ROUTER)
         except zmq.ZMQError as error:
@@ -145,10 +149,12 @@ class Transport:
         except WireError as error:
             self._refuse(peer, "malformed", str(error), _REMEDY_WIRE)
             return
+        began_s = time.perf_counter()
         try:
             self._on_message(peer, message, frames[2:], now_s)
         except Exception as error:  # noqa: BLE001 - answered and logged; other halves go on
             self._failed(peer, message, error)
+        self.seconds.observe(type(message).__name__, time.perf_counter() - began_s)
 
     def _refuse(self, peer: Peer, code: str, text: str, remedy: str) -> None:
         self.counters[code] += 1

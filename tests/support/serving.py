@@ -31,6 +31,7 @@ class Serving:
         self.path = folder / "attach.sock"
         self.pool_name = pool_name
         self._flags = flags
+        self.http = ("--http-listen", "")
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> subprocess.Popen[str]:
@@ -39,7 +40,7 @@ class Serving:
             [
                 *(sys.executable, "-c", COMMAND, "serve", "--run-dir", str(self.run_dir)),
                 *("--pool-bytes", str(POOL_BYTES), "--pool-name", self.pool_name),
-                *("--log-format", "json", *self._flags),
+                *("--log-format", "json", *self.http, *self._flags),
             ],
             stderr=subprocess.PIPE,
             text=True,

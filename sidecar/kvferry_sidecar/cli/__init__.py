@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 # What the extra `sidecar` brings; the base install is the connector's and lacks all of it.
-_EXTRA = ("click", "rich", "structlog", "posix_ipc")
+_EXTRA = (
+    "click",
+    "posix_ipc",
+    "prometheus_client",
+    "rich",
+    "starlette",
+    "structlog",
+    "uvicorn",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import msgspec
 from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 
 from kvferry_sidecar import config
-from kvferry_sidecar.cli import options, query
+from kvferry_sidecar.cli import operate, options, query
 from kvferry_sidecar.cli.geometry import geometry
 from kvferry_sidecar.errors import ExitCode, KvferryError, ProtocolError
 
@@ -50,7 +50,7 @@ def serve(file: Path | None, assignments: tuple[str, ...], **values: object) -> 
     config.check_space(loaded.config.tiers.host)
     from kvferry_sidecar import app  # noqa: PLC0415 - status and config need no native module
 
-    return app.run(loaded.config)
+    return app.run(loaded, lambda: options.load(file, values, assignments))
 
 
 @kvferry.command()
@@ -79,6 +79,8 @@ def status(file: Path | None, assignments: tuple[str, ...], as_json: bool, **val
 
 
 kvferry.add_command(geometry)
+kvferry.add_command(operate.explain)
+kvferry.add_command(operate.act)
 
 
 @kvferry.group("config")

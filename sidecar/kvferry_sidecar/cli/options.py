@@ -30,6 +30,7 @@ FLAGS: Mapping[str, Flag] = {
     "tiers.host.slab_bytes": Flag("--slab-bytes", "SIZE", "Largest stored object; power of two."),
     "tiers.host.keys_max": Flag("--keys-max", "N", "Places in the pool's index."),
     "copy.threads": Flag("--copy-threads", "N", "Threads that copy."),
+    "http.listen": Flag("--http-listen", "HOST:PORT", "Metrics, probes and page; empty: none."),
     "log.level": Flag("--log-level", "LEVEL", "debug, info, warning or error."),
     "log.format": Flag("--log-format", "FORMAT", "console or json."),
 }
@@ -68,14 +69,17 @@ def given(values: Mapping[str, object], assignments: Sequence[str]) -> dict[str,
         if values.get(_parameter(key)) is not None
     }
     for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"--set {assignment!r} has no value",
-                "write --set KEY=VALUE, for example --set limits.sessions_max=8",
-            )
+        key, value = pair(assignment, "--set KEY=VALUE, for example --set limits.sessions_max=8")
         found[key] = Setting(value, f"flag --set {key}")
     return found
+
+
+def pair(text: str, form: str) -> tuple[str, str]:
+    """Return the halves of NAME=VALUE. Raises ConfigError naming the ``form`` to write."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} has no value", f"write {form}")
+    return name, value
 
 
 def load(

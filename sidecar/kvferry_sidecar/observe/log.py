@@ -17,12 +17,14 @@ import queue
 import select
 import sys
 import threading
-from collections.abc import Callable, MutableMapping
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Literal, TextIO
 
 import structlog
 
 text_chars_max = 256
+recent_max = 512  # events that are kept for whoever looks at the sidecar
 log_lines_max = 1024  # lines that wait for the writer; further ones are lost and counted
 flush_s_max = 1.0  # at the end: how long the last lines may take
 Level = Literal["debug", "info", "warning", "error"]
@@ -46,6 +48,7 @@ class Lines:
         self._untold = 0
         self._cut = False  # the stream ends in a part of a line
         self.lost = 0
+        self.recent: deque[Mapping[str, object]] = deque(maxlen=recent_max)
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     def msg(self, line: str) -> None:
@@ -125,7 +128,10 @@ class Throttle:
 
 
 def configure(level: Level, style: Format, stream: TextIO | None = None) -> Lines:
-    """Set structlog up for the process; loggers made before it follow."""
+    """Set structlog up for the process; loggers made before it follow.
+
+    ``recent`` of what is returned holds the last events, oldest first, as fields.
+    """
     out: TextIO | None = sys.stderr if stream is None else stream  # None: started without one
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
@@ -149,6 +155,12 @@ def configure(level: Level, style: Format, stream: TextIO | None = None) -> Line
         ]
     processors = [*shared, *ends]
 
+    def remember(
+        _logger: object, _method: str, event: MutableMapping[str, object]
+    ) -> MutableMapping[str, object]:
+        lines.recent.append({k: v for k, v in event.items() if k != "exc_info"})
+        return event
+
     def note(lost: int) -> str:
         event: object = {"event": "log lines were lost", "lines": lost, "part": "log"}
         for processor in processors:
@@ -157,12 +169,21 @@ def configure(level: Level, style: Format, stream: TextIO | None = None) -> Line
 
     lines = Lines(out, note)
     structlog.configure(
-        processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        processors=[*shared, remember, *ends],
+        wrapper_class=_at_level(level),
         logger_factory=lambda *_: lines,
         cache_logger_on_first_use=False,
     )
     return lines
+
+
+def set_level(level: Level) -> None:
+    """Change the least level that is logged, for all loggers at once."""
+    structlog.configure(wrapper_class=_at_level(level))
+
+
+def _at_level(level: Level) -> type[structlog.typing.FilteringBoundLogger]:
+    return structlog.make_filtering_bound_logger(getattr(logging, level.upper()))
 
 
 def get_logger(part: str) -> structlog.typing.FilteringBoundLogger:

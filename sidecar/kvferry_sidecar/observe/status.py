@@ -88,7 +88,7 @@ class Document(msgspec.Struct, frozen=True):
     sessions_left_out: int = 0  # the document was at its bound without them
 
 
-def build(  # noqa: PLR0917 - one caller; the order is the document's
+def document(  # noqa: PLR0917 - one caller; the order is the document's
     epoch: int,
     sessions: Iterable[Session],
     pipeline_snapshot: object,
@@ -96,28 +96,31 @@ def build(  # noqa: PLR0917 - one caller; the order is the document's
     loop_stats: object,
     config_view: Mapping[str, object],
     now_s: float | None = None,
-) -> bytes:
-    """Return the document as JSON, at most document_bytes_max long.
+) -> Document:
+    """Return the document.
 
     The snapshots may be anything msgspec encodes. ``now_s`` is the clock of the peers'
     ``last_beat_s`` (time.monotonic() by default).
     """
     now = time.monotonic() if now_s is None else now_s
-    listed = list(sessions)
-    document = Document(
+    return Document(
         format=STATUS_FORMAT,
         kvferry=version("kvferry"),
         epoch=f"{epoch:016x}",
         pid=os.getpid(),
-        sessions=_sessions(listed, now),
+        sessions=_sessions(list(sessions), now),
         pool=None if pool_stats is None else _pool(pool_stats),
         pipeline=pipeline_snapshot,
         loop=loop_stats,
         config=config_view,
     )
+
+
+def encode(document: Document) -> bytes:
+    """Return the document as JSON, at most document_bytes_max long."""
     body = msgspec.json.encode(document)
     if len(body) > document_bytes_max:
-        left_out = len(listed)
+        left_out = len(document.sessions)
         document = msgspec.structs.replace(document, sessions=[], sessions_left_out=left_out)
         body = msgspec.json.encode(document)
     if len(body) > document_bytes_max:

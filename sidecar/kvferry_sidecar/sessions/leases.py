@@ -8,7 +8,7 @@ death or the leaving of its half, and the end of its job. A job's lease falls on
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,6 +134,21 @@ class LeaseTable:
         for lease in self._leases.values():
             if lease.job is None and any(np.isin(g.entries, entries).any() for g in lease.groups):
                 lease.spoiled = True
+
+    def all(self) -> Iterable[Lease]:
+        """All leases, least recently confirmed first. Read only."""
+        return self._leases.values()
+
+    def drop_stale(self, idle_s: float, now_s: float, *, count_only: bool = False) -> int:
+        """Drop what no job owns and nothing confirmed for ``idle_s``; returns how many."""
+        stale = [
+            lease
+            for lease in self._leases.values()
+            if lease.job is None and lease.touched_s + idle_s <= now_s
+        ]
+        if not count_only:
+            self._drop_all(stale)
+        return len(stale)
 
     def entry_count(self, session: SessionKey | None = None) -> int:
         """Leased entries of one session, or of all."""

@@ -32,7 +32,7 @@ class CopyDesk:
         on_stopped: Callable[[Part, float], None],
     ) -> None:
         self._copies = copies
-        self._limits = limits
+        self.limits = limits
         self._log = log
         self._on_stopped = on_stopped
         self._numbers = itertools.count(1)
@@ -47,7 +47,7 @@ class CopyDesk:
         if not part.copies:
             self._stopped(part, now_s)
             return
-        part.deadline_s = now_s + self._limits.fence_ms_max / 1e3
+        part.deadline_s = now_s + self.limits.fence_ms_max / 1e3
         self._fenced[part] = None
         if _fence_passed(part):
             self._enqueue(part, now_s)
@@ -102,7 +102,7 @@ class CopyDesk:
         """Seconds until fences should be read again; None when no part waits for one."""
         if not self._fenced:
             return None
-        poll_s = self._limits.fence_poll_us / 1e6
+        poll_s = self.limits.fence_poll_us / 1e6
         newest = next(reversed(self._fenced))
         patient = now_s - newest.accepted_s < _impatient_s
         return poll_s if patient else max(poll_s, 1e-3)
@@ -136,14 +136,14 @@ class CopyDesk:
         loads, saves = self._queued["load"], self._queued["save"]
         while loads:
             self._start(loads.popleft(), now_s)
-        while saves and self._saves_in_flight < self._limits.save_copies_max:
+        while saves and self._saves_in_flight < self.limits.save_copies_max:
             self._start(saves.popleft(), now_s)
 
     def _start(self, part: Part, now_s: float) -> None:
         """Hand all copies of a part over; from here its memory belongs to the copy engine."""
         part.state = PartState.COPYING
         part.started_s = now_s
-        part.deadline_s = now_s + self._limits.copy_ms_max / 1e3
+        part.deadline_s = now_s + self.limits.copy_ms_max / 1e3
         self._copying[part] = None
         if part.run.work.kind == "save":
             self._saves_in_flight += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -167,6 +168,10 @@ class Jobs:
     def open_runs(self) -> int:
         """Jobs that are not settled yet."""
         return len(self._runs)
+
+    def runs(self) -> Iterable[JobRun]:
+        """Open jobs, oldest first. Read only."""
+        return self._runs.values()
 
     def oldest_s(self, now_s: float) -> float:
         """Age of the oldest open job; 0 without one."""

@@ -73,7 +73,7 @@ def server(tmp_path):
 
 
 def document():
-    return status.build(7, [], {"open": 3}, None, {"turns": 1}, {})
+    return status.encode(status.document(7, [], {"open": 3}, None, {"turns": 1}, {}))
 
 
 def reply():
@@ -138,7 +138,7 @@ def test_status_from_something_else(run, server, answer, words):
 def test_serve_hands_the_configuration_to_the_app(run, monkeypatch, tmp_path):
     seen = []
     app = types.ModuleType("kvferry_sidecar.app")
-    app.run = lambda config: seen.append(config) or 0
+    app.run = lambda loaded, read: seen.append(loaded.config) or read() is None
     monkeypatch.setitem(sys.modules, "kvferry_sidecar.app", app)
     monkeypatch.setattr("kvferry_sidecar.app", app, raising=False)
     file = tmp_path / "k.toml"

@@ -31,7 +31,7 @@ BLOCKS = 8
 
 
 def test_sigterm_ends_an_idle_sidecar_in_order() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT):
         with servings(1) as (one,):
             process = one.start_ready()
             process.send_signal(number)

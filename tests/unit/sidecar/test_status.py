@@ -54,14 +54,16 @@ def session(engine="engine", identity=None, ranks=(0,)):
 
 
 def build(sessions, snapshot=None, now_s=100.0):
-    body = status.build(
-        (1 << 64) - 1,
-        sessions,
-        snapshot or Snapshot(2, 1 << 20, {"done/loaded": 5}),
-        POOL,
-        LoopReading(12, 0.5),
-        {"run_dir": "/run/x"},
-        now_s,
+    body = status.encode(
+        status.document(
+            (1 << 64) - 1,
+            sessions,
+            snapshot or Snapshot(2, 1 << 20, {"done/loaded": 5}),
+            POOL,
+            LoopReading(12, 0.5),
+            {"run_dir": "/run/x"},
+            now_s,
+        )
     )
     return body, status.read(body)
 
@@ -93,7 +95,7 @@ def test_a_reader_passes_over_fields_it_does_not_know():
 
 
 def test_nothing_attached():
-    body = status.build(1, [], None, None, None, {})
+    body = status.encode(status.document(1, [], None, None, None, {}))
     assert status.read(body).sessions == []
     assert status.read(body).pool is None
 

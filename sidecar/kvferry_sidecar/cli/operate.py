@@ -1,0 +1,85 @@
+"""The commands that ask or change a running sidecar: explain, act."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+
+from kvferry_sidecar.cli import options
+from kvferry_sidecar.cli.api import Api
+from kvferry_sidecar.errors import ExitCode
+from kvferry_sidecar.observe.verdicts import RecordView
+from kvferry_sidecar.settings import size_text
+
+
+@click.command()
+@options.config_file
+@options.setting_flags("run_dir")
+@click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
+@click.argument("request")
+def explain(
+    file: Path | None, assignments: tuple[str, ...], as_json: bool, request: str, **values: object
+) -> int:
+    """Say why REQUEST hit what it hit: a request id of vLLM, or the beginning of one."""
+    api = Api(options.load(file, values, assignments).config.run_dir)
+    found: list[RecordView] = api.get(f"requests/{request}", list[RecordView])
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        print("\n\n".join(_story(one) for one in found))
+    return ExitCode.OK
+
+
+@click.command()
+@options.config_file
+@options.setting_flags("run_dir")
+@click.option("--dry-run", is_flag=True, help="Only say what it would do.")
+@click.argument("action")
+@click.argument("parameters", nargs=-1, metavar="[NAME=VALUE]...")
+def act(
+    file: Path | None,
+    assignments: tuple[str, ...],
+    dry_run: bool,
+    action: str,
+    parameters: tuple[str, ...],
+    **values: object,
+) -> int:
+    """Have the sidecar carry out ACTION.
+
+    drain; clear-pool; release-stale [idle_s=5]; log-level level=debug; reload.
+    """
+    api = Api(options.load(file, values, assignments).config.run_dir)
+    given = dict(options.pair(text, "NAME=VALUE") for text in parameters)
+    plain = {name: float(v) if v.replace(".", "", 1).isdigit() else v for name, v in given.items()}
+    did = api.act(action, dry_run=dry_run, **plain)
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(did), indent=2).decode() + "\n")
+    return ExitCode.FAILED if "error" in did else ExitCode.OK
+
+
+def _story(one: RecordView) -> str:
+    """Return one admission for people."""
+    lines = [
+        f"request {one.request} of {one.engine}, admission {one.admission}, {_age(one.age_s)} ago",
+        f"  {one.verdict}",
+    ]
+    if one.remedy and one.remedy != "nothing to do":
+        lines.append(f"  remedy: {one.remedy}")
+    lines.append(f"  prompt {one.prompt_tokens:,} tokens")
+    for event in one.timeline:
+        facts = [f"{event.tokens:,} tokens"] if event.tokens else []
+        facts += [size_text(event.moved_bytes)] if event.moved_bytes else []
+        facts += [f"{event.seconds * 1e3:.2f} ms"] if event.seconds else []
+        facts += [event.detail] if event.detail else []
+        lines.append(f"  {event.after_s * 1e3:10.2f} ms  {event.what:<12} {', '.join(facts)}")
+    if one.events_lost:
+        lines.append(f"  and {one.events_lost} more")
+    return "\n".join(lines).rstrip()
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

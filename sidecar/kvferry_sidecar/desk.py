@@ -1,0 +1,215 @@
+"""What operators may ask and do. Every method runs in the control loop's thread.
+
+`status` on the attach socket and HTTP (by the mailbox) both come here, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from structlog.typing import FilteringBoundLogger as Log
+
+from kvferry_sidecar.config import Loaded
+from kvferry_sidecar.errors import RequestError
+from kvferry_sidecar.loop import Loop
+from kvferry_sidecar.observe import log as logs
+from kvferry_sidecar.observe import status
+from kvferry_sidecar.observe.reading import LoopView, Reading
+from kvferry_sidecar.observe.status import Document
+from kvferry_sidecar.outcomes.records import Hot, Record
+from kvferry_sidecar.pipeline import Pipeline
+from kvferry_sidecar.sessions.attach import AttachServer
+from kvferry_sidecar.sessions.registry import Registry
+from kvferry_sidecar.stages.views import JobView, LeaseView
+from kvferry_sidecar.tiers.host import HostTier
+from kvferry_sidecar.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts that are read."""
+
+    loop: Loop
+    registry: Registry
+    pipeline: Pipeline
+    pool: HostTier
+    attach: AttachServer
+    transport: Transport
+
+
+class ReleaseStale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Drop leases that no job owns and that nothing confirmed for ``idle_s``."""
+
+    idle_s: Annotated[float, msgspec.Meta(ge=0.0)] = 5.0
+    dry_run: bool = False
+
+
+class LogLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Change what is logged, until the next reload of the configuration."""
+
+    level: Literal["debug", "info", "warning", "error"]
+    dry_run: bool = False
+
+
+class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An action without parameters."""
+
+    dry_run: bool = False
+
+
+ACTIONS: Mapping[str, type[msgspec.Struct]] = {
+    "drain": Plain,
+    "clear-pool": Plain,
+    "release-stale": ReleaseStale,
+    "log-level": LogLevel,
+    "reload": Plain,
+}
+
+
+class Desk:
+    """``drain`` and ``reload`` are the composition root's; the rest is read from ``parts``."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        epoch: int,
+        loaded: Callable[[], Loaded],
+        lines: logs.Lines,
+        degraded: Mapping[str, str],
+        drain: Callable[[float], None],
+        reload: Callable[[bool], dict[str, object]],
+        log: Log,
+    ) -> None:
+        self._parts = parts
+        self._epoch = epoch
+        self._loaded = loaded
+        self._lines = lines
+        self._degraded = degraded
+        self._drain = drain
+        self._reload = reload
+        self._log = log
+        self._started_s = time.time()
+
+    # --- questions ----------------------------------------------------------------------------
+
+    def reading(self, now_s: float) -> Reading:
+        """Return a reading of everything, as it is now."""
+        parts = self._parts
+        view = self._loop_view()
+        snapshot = parts.pipeline.snapshot(now_s)
+        return Reading(
+            document=self._document(snapshot, view, now_s),
+            pipeline=snapshot,
+            loop=view,
+            taken_s=now_s,
+            started_s=self._started_s,
+            degraded=dict(self._degraded),
+        )
+
+    def status(self, now_s: float) -> bytes:
+        """Return the status document as JSON."""
+        return status.encode(self.reading(now_s).document)
+
+    def records(self, _now_s: float) -> tuple[Record, ...]:
+        """Return the last requests, oldest first."""
+        return self._parts.pipeline.records.all()
+
+    def jobs(self, now_s: float) -> list[JobView]:
+        """Return what is open."""
+        return self._parts.pipeline.jobs(now_s)
+
+    def leases(self, now_s: float) -> list[LeaseView]:
+        """Return what is leased."""
+        return self._parts.pipeline.leases(now_s)
+
+    def prefixes(self, count: int) -> list[Hot]:
+        """Return the prefixes that hit most."""
+        return self._parts.pipeline.prefixes.hottest(count)
+
+    def events(self) -> list[Mapping[str, object]]:
+        """Return the last events of the log, oldest first. Any thread may ask."""
+        return list(self._lines.recent.copy())
+
+    def settings(self) -> list[tuple[str, str, str]]:
+        """Return (key, value, origin) of every setting. Any thread may ask."""
+        return self._loaded().rows()
+
+    # --- actions ------------------------------------------------------------------------------
+
+    def act(self, name: str, body: bytes, now_s: float) -> dict[str, object]:
+        """Carry out one action, or say what it would do. Raises RequestError."""
+        wanted = parameters(name, body)
+        dry_run: bool = getattr(wanted, "dry_run")  # noqa: B009 - every action has it
+        did = self._acted(name, wanted, dry_run, now_s)
+        if not dry_run:
+            self._log.info("action", action=name, **did)
+        return {"action": name, "dry_run": dry_run, **did}
+
+    def _acted(
+        self, name: str, wanted: msgspec.Struct, dry_run: bool, now_s: float
+    ) -> dict[str, object]:
+        parts = self._parts
+        if isinstance(wanted, ReleaseStale):
+            dropped = parts.pipeline.drop_stale_leases(wanted.idle_s, now_s, count_only=dry_run)
+            return {"leases": dropped}
+        if isinstance(wanted, LogLevel):
+            if not dry_run:
+                logs.set_level(wanted.level)
+            return {"level": wanted.level}
+        if name == "reload":
+            return self._reload(dry_run)
+        if name == "clear-pool":
+            stats = parts.pool.stats()
+            free = stats.ready - stats.leased if dry_run else parts.pool.clear()
+            return {"objects": max(0, free)}
+        snapshot = parts.pipeline.snapshot(now_s)
+        if not dry_run:
+            self._drain(now_s)
+        return {"jobs_open": sum(snapshot.jobs_open.values()), "leases": snapshot.leases}
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def _document(self, snapshot: object, view: LoopView, now_s: float) -> Document:
+        return status.document(
+            self._epoch,
+            self._parts.registry.sessions,
+            snapshot,
+            self._parts.pool.stats(),
+            view,
+            msgspec.to_builtins(self._loaded().config, enc_hook=str),
+            now_s,
+        )
+
+    def _loop_view(self) -> LoopView:
+        parts, stats = self._parts, self._parts.loop.stats()
+        return LoopView(
+            turns=stats.turns,
+            longest_turn_s=stats.longest_turn_s,
+            handler_errors=stats.handler_errors,
+            connections=parts.attach.connections,
+            leaving_halves=parts.registry.leaving,
+            attach_refused=dict(parts.attach.counters),
+            frames_refused=dict(parts.transport.counters),
+            log_lines_lost=self._lines.lost,
+            turn_seconds=stats.turn_seconds,
+            message_seconds=parts.transport.seconds.reading(),
+        )
+
+
+def parameters(name: str, body: bytes) -> msgspec.Struct:
+    """Return the parameters of an action. Raises RequestError."""
+    kind: type[Any] | None = ACTIONS.get(name)
+    if kind is None:
+        raise RequestError(f"there is no action {name!r}", f"one of {', '.join(ACTIONS)}")
+    try:
+        wanted: msgspec.Struct = msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise RequestError(
+            f"{name}: {error}", f"send {', '.join(kind.__struct_fields__)}"
+        ) from error
+    return wanted

@@ -1,0 +1,1 @@
+"""HTTP for operators, in a thread of its own: probes, metrics, a read-only API and actions."""

@@ -1,0 +1,243 @@
+"""/api/v1: what `kvferry status`, the page and other tools read. GET reads, POST acts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from kvferry_sidecar.errors import RequestError
+from kvferry_sidecar.observe import verdicts
+from kvferry_sidecar.observe.http import bundle
+from kvferry_sidecar.observe.http.guard import fault
+from kvferry_sidecar.observe.http.window import UnavailableError, Window
+from kvferry_sidecar.outcomes.records import Record
+
+PREFIX = "/api/v1"
+listed_max = 500  # requests of one answer
+prefixes_listed_max = 100
+explained_max = 20  # admissions of one request that are told
+body_bytes_max = 64 << 10
+stream_s = 1.0  # between two events of the stream
+Handler = Callable[[Request], Awaitable[Any]]
+
+
+class Api:
+    """The handlers; each returns what is encoded as JSON."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self.gets: dict[str, Handler] = {
+            "": self.index,
+            "status": self.status,
+            "sessions": self.sessions,
+            "tiers": self.tiers,
+            "jobs": self.jobs,
+            "leases": self.leases,
+            "prefixes": self.prefixes,
+            "requests": self.requests,
+            "requests/{name:path}": self.explain,
+            "events": self.events,
+            "config": self.settings,
+            "doctor": self.doctor,
+        }
+
+    async def index(self, _request: Request) -> object:
+        """What there is."""
+        return {
+            "get": [f"{PREFIX}/{name}".rstrip("/") for name in [*self.gets, "stream"]],
+            "post": [f"{PREFIX}/actions/{{name}}"],
+        }
+
+    async def status(self, _request: Request) -> object:
+        """The document of `kvferry status --json`."""
+        return (await self._window.reading()).document
+
+    async def sessions(self, _request: Request) -> object:
+        """Engines, their halves and namespaces."""
+        return (await self._window.reading()).document.sessions
+
+    async def tiers(self, _request: Request) -> object:
+        """Where bytes are kept."""
+        return {"host": (await self._window.reading()).document.pool}
+
+    async def jobs(self, _request: Request) -> object:
+        """Open jobs, oldest first."""
+        return await self._window.ask(lambda desk, now_s: desk.jobs(now_s))
+
+    async def leases(self, _request: Request) -> object:
+        """Leases, least recently confirmed first."""
+        return await self._window.ask(lambda desk, now_s: desk.leases(now_s))
+
+    async def prefixes(self, request: Request) -> object:
+        """Prefixes that hit most."""
+        count = _number(request, "limit", 20, prefixes_listed_max)
+        found = await self._window.ask(lambda desk, _now_s: desk.prefixes(count))
+        now_s = time.monotonic()
+        return [{**one._asdict(), "last_use_s": now_s - one.last_use_s} for one in found]
+
+    async def requests(self, request: Request) -> object:
+        """The newest requests that fit."""
+        records = await self._window.ask(lambda desk, now_s: desk.records(now_s))
+        return listed(records, request.query_params, _number(request, "limit", 100, listed_max))
+
+    async def explain(self, request: Request) -> object:
+        """All that is known of one request."""
+        name = request.path_params["name"]
+        records = await self._window.ask(lambda desk, now_s: desk.records(now_s))
+        found = matching(records, name)
+        if not found:
+            started_s = (await self._window.reading()).started_s
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started_s))
+            raise RequestError(
+                f"no request {name!r} is remembered",
+                f"this sidecar started at {at} and keeps the last {len(records)} requests; one "
+                "that vLLM never looked up is not known",
+            )
+        now_s = time.monotonic()
+        return [verdicts.view(one, now_s, timeline=True) for one in found[-explained_max:]]
+
+    async def events(self, _request: Request) -> object:
+        """The last events of the log, oldest first."""
+        return [] if self._window.desk is None else self._window.desk.events()
+
+    async def settings(self, _request: Request) -> object:
+        """Every setting, and where it came from."""
+        rows = [] if self._window.desk is None else self._window.desk.settings()
+        return [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
+
+    async def doctor(self, _request: Request) -> object:
+        """What `kvferry doctor` finds."""
+        return await asyncio.to_thread(self._window.doctor)
+
+    async def act(self, request: Request) -> object:
+        """Carry out one action."""
+        body = await _body(request)
+        name = request.path_params["name"]
+        return await self._window.ask(lambda desk, now_s: desk.act(name, body, now_s))
+
+    async def stream(self, _request: Request) -> Response:
+        """The status and the events as they come."""
+        headers = {"x-accel-buffering": "no"}
+        body = _changes(self._window)
+        return StreamingResponse(body, headers=headers, media_type="text/event-stream")
+
+    async def bundle(self, _request: Request) -> Response:
+        """Everything, for support."""
+        body = await bundle.pack(self._window)
+        name = f"kvferry-{time.strftime('%Y%m%dT%H%M%S')}.zip"
+        headers = {"content-disposition": f'attachment; filename="{name}"'}
+        return Response(body, media_type="application/zip", headers=headers)
+
+
+def routes(window: Window) -> list[Route]:
+    """Return the routes of the API."""
+    api = Api(window)
+    return [
+        *(
+            Route(f"{PREFIX}/{path}".rstrip("/"), _json(one), methods=["GET"])
+            for path, one in api.gets.items()
+        ),
+        Route(f"{PREFIX}/stream", api.stream, methods=["GET"]),
+        Route(f"{PREFIX}/actions/{{name}}", _json(api.act), methods=["POST"]),
+        Route("/debug/bundle", _told(api.bundle), methods=["GET"]),
+    ]
+
+
+def listed(records: tuple[Record, ...], wanted: Any, count: int) -> list[verdicts.RecordView]:
+    """Return the newest records that fit ``wanted``: engine, reason, load, and hit=0 or 1."""
+    now_s = time.monotonic()
+    found: list[verdicts.RecordView] = []
+    for record in reversed(records):
+        if len(found) >= count:
+            break
+        one = verdicts.view(record, now_s, timeline=False)
+        fits = all(
+            name not in wanted or wanted[name] == getattr(one, name)
+            for name in ("engine", "reason", "load")
+        )
+        if fits and ("hit" not in wanted or bool(one.hit_tokens) == (wanted["hit"] == "1")):
+            found.append(one)
+    return found
+
+
+def matching(records: tuple[Record, ...], name: str) -> list[Record]:
+    """Return the admissions of a request: by its id, else by the beginning of it."""
+    exact = [record for record in records if record.request == name]
+    return exact or [record for record in records if record.request.startswith(name)]
+
+
+async def _changes(window: Window) -> AsyncIterator[bytes]:
+    """Yield the status once a second, and log events as they come."""
+    told = len(window.desk.events()) if window.desk is not None else 0
+    seen: object = None
+    while True:
+        try:
+            reading = await window.reading()
+            body = msgspec.json.encode(reading.document)
+            yield b"event: status\ndata: " + body + b"\n\n"
+        except UnavailableError as error:
+            yield b"event: unavailable\ndata: " + msgspec.json.encode(str(error)) + b"\n\n"
+        events = window.desk.events() if window.desk is not None else []
+        fresh = _after(events, seen) if seen is not None else events[told:]
+        for event in fresh:
+            yield b"event: log\ndata: " + msgspec.json.encode(event, enc_hook=str) + b"\n\n"
+        seen = events[-1] if events else seen
+        await asyncio.sleep(stream_s)
+
+
+def _after(events: Any, seen: object) -> Any:
+    for number, event in enumerate(events):
+        if event is seen:
+            return events[number + 1 :]
+    return events
+
+
+def _number(request: Request, name: str, default: int, most: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise RequestError(f"{name}={text} is no number of 1 to {most}", f"give 1 to {most}")
+    return int(text)
+
+
+async def _body(request: Request) -> bytes:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0]
+    if kind != "application/json":
+        raise RequestError(f"the body is {kind}", "send application/json")
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > body_bytes_max:
+            raise RequestError(f"the body is over {body_bytes_max} bytes", "send less")
+    return body
+
+
+def _told(handler: Handler) -> Handler:
+    """Turn what goes wrong into an answer."""
+
+    async def told(request: Request) -> Any:
+        try:
+            return await handler(request)
+        except UnavailableError as error:
+            return fault("unavailable", str(error), "try again; see the sidecar's log", 503)
+        except RequestError as error:
+            status = 404 if request.method == "GET" and "name" in request.path_params else 400
+            return fault("request", error.message, error.remedy, status)
+
+    return told
+
+
+def _json(handler: Handler) -> Handler:
+    """Encode what a handler returns."""
+
+    async def encoded(request: Request) -> Response:
+        body = msgspec.json.encode(await handler(request), enc_hook=str)
+        return Response(body, media_type="application/json")
+
+    return _told(encoded)

@@ -1,0 +1,155 @@
+"""The HTTP thread: up to three sockets, each with an application of its own.
+
+| socket | serves |
+|---|---|
+| `RUN_DIR/http.sock` (mode 0600) | everything; whoever can open it may act |
+| `http.listen` | everything; actions with the token |
+| `http.probes_listen` | probes and metrics |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from structlog.typing import FilteringBoundLogger as Log
+
+from kvferry_sidecar.errors import HttpError
+from kvferry_sidecar.observe.http.window import Window
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
+
+connections_max = 128  # of one socket; further ones are answered 503
+_backlog_max = 64
+_end_s_max = 3.0
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Return a listening Unix socket that only this user can open. Raises HttpError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(_backlog_max)
+    except OSError as error:
+        listener.close()
+        raise HttpError(f"{path} cannot be bound: {error}", "set another run_dir") from error
+    return listener
+
+
+def bind_tcp(key: str, address: str) -> socket.socket:
+    """Return a listening TCP socket of ``host:port``. Raises HttpError naming the setting."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise HttpError(f"{key} = {address!r}: {error}", "give host:port") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(_backlog_max)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise HttpError(
+            f"{key} = {address!r} cannot be bound: {error}",
+            f"set {key} to a free address, or leave it empty",
+        ) from error
+    return listener
+
+
+class HttpServer:
+    """Owns the sockets given to ``add`` and the thread that serves them."""
+
+    def __init__(self, window: Window, token: Callable[[], str], log: Log) -> None:
+        self._window = window
+        self._token = token
+        self._log = log
+        self._sockets: list[tuple[socket.socket, str]] = []
+        self._servers: list[uvicorn.Server] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def add(self, listener: socket.socket, what: str) -> None:
+        """Serve a socket: ``what`` is "local", "all" or "probes"."""
+        self._sockets.append((listener, what))
+
+    def start(self) -> None:
+        """Begin to serve; connections made before wait in the backlog."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, within its bound, and close the sockets."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._end)
+            self._thread.join(_end_s_max)
+        for listener, _ in self._sockets:
+            listener.close()
+
+    def _end(self) -> None:
+        for server in self._servers:
+            server.should_exit = True
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as error:  # noqa: BLE001 - engines are served without it
+            self._log.error("HTTP has ended", exc_info=error)
+
+    async def _serve(self) -> None:
+        import uvicorn  # noqa: PLC0415 - 0.2 s of imports that nobody should wait for
+
+        from kvferry_sidecar.observe.http.app import application  # noqa: PLC0415 - as above
+
+        _log_into(self._log)
+        for _, what in self._sockets:
+            app = application(self._window, what, self._token)
+            self._servers.append(uvicorn.Server(_config(app)))
+        self._loop = asyncio.get_running_loop()
+        await asyncio.gather(
+            *(
+                server.serve([listener])
+                for server, (listener, _) in zip(self._servers, self._sockets, strict=True)
+            )
+        )
+
+
+def _config(app: ASGIApp) -> uvicorn.Config:
+    import uvicorn  # noqa: PLC0415 - see _serve
+
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=connections_max,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def _log_into(log: Log) -> None:
+    """Have uvicorn's own warnings and errors in our log."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            log.warning("HTTP", text=record.getMessage(), level=record.levelname)
+
+    logger = logging.getLogger("uvicorn.error")
+    logger.handlers = [Handler(logging.WARNING)]
+    logger.propagate = False

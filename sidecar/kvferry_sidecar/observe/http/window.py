@@ -1,0 +1,93 @@
+"""What the HTTP thread sees of the sidecar: questions to the control loop, with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from kvferry_sidecar.observe.mailbox import BusyError, Mailbox
+from kvferry_sidecar.observe.reading import Reading
+from kvferry_sidecar.outcomes.records import Hot, Record
+from kvferry_sidecar.stages.views import JobView, LeaseView
+
+T = TypeVar("T")
+answer_s_max = 2.0  # how long a question may take
+
+
+class Desk(Protocol):
+    """The control loop's side (desk.py); what takes ``now_s`` runs in its thread only."""
+
+    def reading(self, now_s: float) -> Reading:
+        """Return a reading of everything."""
+
+    def records(self, now_s: float) -> tuple[Record, ...]:
+        """Return the last requests, oldest first."""
+
+    def jobs(self, now_s: float) -> list[JobView]:
+        """Return open jobs."""
+
+    def leases(self, now_s: float) -> list[LeaseView]:
+        """Return leases."""
+
+    def prefixes(self, count: int) -> list[Hot]:
+        """Return the prefixes that hit most (loop's thread)."""
+
+    def act(self, name: str, body: bytes, now_s: float) -> dict[str, object]:
+        """Carry out one action."""
+
+    def events(self) -> Sequence[Mapping[str, object]]:
+        """Return the last events of the log."""
+
+    def settings(self) -> Sequence[tuple[str, str, str]]:
+        """Return every setting with its origin."""
+
+
+class UnavailableError(Exception):
+    """The control loop cannot answer now, and why."""
+
+
+class Window:
+    """Built before the pool, so that probes are answered while it is made.
+
+    ``desk`` is None until the sidecar is complete. ``last_turn_s``: end of the loop's last turn.
+    """
+
+    def __init__(
+        self, mailbox: Mailbox, last_turn_s: Callable[[], float], stall_s_max: float
+    ) -> None:
+        self._mailbox = mailbox
+        self._last_turn_s = last_turn_s
+        self._stall_s_max = stall_s_max
+        self.desk: Desk | None = None
+        self.doctor: Callable[[], Sequence[Any]] = tuple
+
+    def stalled_s(self) -> float | None:
+        """Return how long the loop has made no progress when that is too long, else None."""
+        if self.desk is None:
+            return None  # starting: making a pool takes as long as it takes
+        idle_s = time.monotonic() - self._last_turn_s()
+        return idle_s if idle_s > self._stall_s_max else None
+
+    async def ask(self, question: Callable[[Desk, float], T], seconds: float = answer_s_max) -> T:
+        """Ask the loop. Raises UnavailableError, and whatever the question raises."""
+        desk = self.desk
+        if desk is None:
+            raise UnavailableError("the sidecar is starting: its pool is being made")
+        try:
+            future = self._mailbox.ask(lambda now_s: question(desk, now_s))
+            return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+        except BusyError:
+            raise UnavailableError("too many questions wait for the control loop") from None
+        except TimeoutError:
+            raise UnavailableError(f"the control loop did not answer in {seconds:g} s") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # whoever asked has left; else the mailbox was closed
+            raise UnavailableError("the sidecar is ending") from None
+
+    async def reading(self) -> Reading:
+        """Return a reading of everything."""
+        return await self.ask(lambda desk, now_s: desk.reading(now_s))

@@ -1,0 +1,119 @@
+"""HTTP without a loop that answers: while the pool is made, when it hangs, and its addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import structlog
+from kvferry_sidecar.errors import HttpError
+from kvferry_sidecar.loop import READ, Loop
+from kvferry_sidecar.observe.http.guard import read_token
+from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
+from kvferry_sidecar.observe.http.window import Window
+from kvferry_sidecar.observe.mailbox import BusyError, Mailbox, questions_max
+from support.http import Http
+from support.serving import servings
+from support.waiting import wait_until
+
+
+@contextlib.contextmanager
+def served(tmp_path, stall_s_max=0.5):
+    """An HTTP thread whose control loop never turns."""
+    mailbox = Mailbox()
+    began_s = time.monotonic()
+    window = Window(mailbox, lambda: began_s, stall_s_max)
+    server = HttpServer(window, lambda: "", structlog.get_logger())
+    server.add(bind_unix(tmp_path / "s"), "local")
+    server.start()
+    try:
+        yield Http(tmp_path / "s"), window
+    finally:
+        server.close()
+        mailbox.close()
+        assert not any(thread.name == "http" for thread in threading.enumerate())
+
+
+def test_while_the_pool_is_made_it_lives_and_has_not_started(tmp_path):
+    with served(tmp_path, stall_s_max=0.0) as (http, _):
+        assert http.get("/livez").status == 200
+        assert http.get("/startupz").status == 503
+        assert "its pool is being made" in http.get("/readyz").text
+        assert http.get("/metrics").status == 503
+        assert http.get("/api/v1/status").json()["error"] == "unavailable"
+        assert http.get("/api/v1/events").json() == []
+
+
+def test_a_loop_that_hangs_is_neither_alive_nor_ready(tmp_path):
+    with served(tmp_path) as (http, window):
+        window.desk = SimpleNamespace(events=list, settings=list)
+        wait_until(lambda: http.get("/livez").status == 503, "the bound is over")
+        assert "no turn for" in http.get("/livez").text
+        assert "did not answer in 0.8 s" in http.get("/readyz").text
+        assert http.get("/startupz").status == 200
+        bundle = http.get("/debug/bundle")
+        assert bundle.status == 200, "what there is without the loop"
+
+
+def test_questions_are_bounded_and_errors_belong_to_whoever_asks():
+    mailbox, loop = Mailbox(), Loop(lambda error, what: pytest.fail(what))
+    loop.watch(mailbox.fd, READ, mailbox.on_wake)
+    fails = mailbox.ask(lambda _now_s: 1 // 0)
+    given_up = mailbox.ask(lambda _now_s: pytest.fail("nobody waits for it"))
+    given_up.cancel()
+    rest = [mailbox.ask(lambda now_s: now_s) for _ in range(questions_max - 2)]
+    with pytest.raises(BusyError):
+        mailbox.ask(lambda _now_s: None)
+    loop.turn(0.0)
+    with pytest.raises(ZeroDivisionError):
+        fails.result(0)
+    assert all(future.result(0) > 0 for future in rest)
+    waits = mailbox.ask(lambda _now_s: None)
+    loop.unwatch(mailbox.fd)
+    mailbox.close()
+    loop.close()
+    assert waits.cancelled()
+    with pytest.raises(BusyError):
+        mailbox.ask(lambda _now_s: None)
+
+
+def test_a_chosen_address_that_is_taken_ends_the_start_and_the_default_one_does_not():
+    with servings(1) as (one,), socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        one.http = ("--http-listen", address)
+        one.start()
+        code, text = one.ended()
+        assert code == 2
+        assert f"http.listen = '{address}' cannot be bound" in text
+
+
+def test_an_address_that_nobody_chose_may_be_taken():
+    with servings(1) as (one,), contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # taken already: as good
+            stack.enter_context(socket.create_server(("127.0.0.1", 9480)))
+        one.http = ()
+        one.start_ready()
+        local = Http(one.run_dir / "http.sock")
+        assert 'kvferry_degraded{what="http"} 1.0' in local.get("/metrics").text
+        assert local.get("/readyz").status == 200
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(HttpError) as caught:
+        bind_tcp("http.listen", "no.such.host.invalid:1")
+    assert "http.listen" in caught.value.message
+
+
+@pytest.mark.parametrize(("text", "words"), [("short", "shorter than 16"), ("é" * 20, "not ASCII")])
+def test_a_token_that_is_no_secret_is_refused(tmp_path, text, words):
+    file = tmp_path / "token"
+    file.write_text(text)
+    with pytest.raises(HttpError, match=words):
+        read_token(str(file))
+    with pytest.raises(HttpError, match="cannot be read"):
+        read_token(str(tmp_path / "absent"))
+    assert read_token("") == ""

@@ -1,0 +1,90 @@
+"""Settings that change while the sidecar runs."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from kvferry_sidecar import config
+from kvferry_sidecar.reload import DEGRADED, Reloader, file_check_s
+from support.http import Http
+from support.pipeline_bed import NullLog
+from support.sidecar import running_sidecar
+from support.waiting import wait_until
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "kvferry.toml"
+    path.write_text("[limits]\njobs_max = 5\n")
+    return path
+
+
+class Bench:
+    def __init__(self, file):
+        self.file, self.applied, self.degraded, self.log = file, [], {}, NullLog()
+        self.reloader = Reloader(
+            self.read(), self.read, self.applied.append, self.degraded, self.log
+        )
+
+    def read(self):
+        return config.load(self.file, environment={})
+
+
+def test_a_change_of_the_file_is_noticed_and_hot_settings_count(file):
+    bench = Bench(file)
+    assert bench.reloader.tick(0.0) == file_check_s
+    assert bench.applied == []
+    file.write_text("[limits]\njobs_max = 50\nranks_max = 2\n[log]\nlevel = 'debug'\n")
+    assert bench.reloader.tick(file_check_s - 0.5) == 0.5
+    assert bench.applied == []
+    bench.reloader.tick(file_check_s)
+    (applied,) = bench.applied
+    assert (applied.limits.jobs_max, applied.log.level) == (50, "debug")
+    assert applied.limits.ranks_max == config.load(environment={}).config.limits.ranks_max
+    assert bench.reloader.loaded.origins["limits.jobs_max"] == f"file {file}"
+    assert bench.reloader.loaded.origins["limits.ranks_max"] == "default"
+
+
+def test_a_bad_file_keeps_the_last_good_one_and_says_so(file):
+    bench = Bench(file)
+    file.write_text("[limits]\njobs_max = 'lots'\n")
+    told = bench.reloader.reload()
+    assert "jobs_max" in told["error"]
+    assert told["remedy"]
+    assert bench.applied == []
+    assert bench.reloader.loaded.config.limits.jobs_max == 5
+    assert "jobs_max" in bench.degraded[DEGRADED]
+    assert len(bench.log.errors) == 1
+    file.write_text("[limits]\njobs_max = 6\n")
+    assert bench.reloader.reload() == {"changed": ["limits.jobs_max"], "needs_restart": []}
+    assert bench.degraded == {}
+
+
+def test_a_dry_run_changes_nothing(file):
+    bench = Bench(file)
+    file.write_text("[limits]\njobs_max = 7\n[tiers.host]\nbytes = '1GiB'\n")
+    told = bench.reloader.reload(dry_run=True)
+    assert told["changed"] == ["limits.jobs_max"]
+    assert "tiers.host.bytes" in told["needs_restart"]
+    assert bench.applied == []
+
+
+def test_hot_keys_exist_and_are_documented():
+    assert set(config.KNOWN) >= config.HOT
+
+
+def test_sighup_reloads_and_the_sidecar_goes_on(file):
+    with running_sidecar(pool_bytes=8 << 20, flags=["--config", str(file)]) as sidecar:
+        local = Http(sidecar.run_dir / "http.sock")
+        file.write_text("[limits]\njobs_max = 77\nkeys_max = 1\n")
+        sidecar.process.process.send_signal(signal.SIGHUP)
+        kept = 'kvferry_degraded{what="configuration"} 1.0'
+        wait_until(lambda: kept in local.get("/metrics").text, "the mistake is told")
+        assert sidecar.status()["config"]["limits"]["jobs_max"] == 5
+        file.write_text("[limits]\njobs_max = 77\n")
+        sidecar.process.process.send_signal(signal.SIGHUP)
+        wait_until(
+            lambda: sidecar.status()["config"]["limits"]["jobs_max"] == 77, "the limit is read"
+        )
+        assert kept not in local.get("/metrics").text
