@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,23 @@ import torch
 from kvferry_connector.config import read_config
 from kvferry_connector.describe import spec_kind
 from kvferry_connector.entry import FerryConnector
+from kvferry_connector.jobs import Report
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
 from kvferry_sidecar.masks.load import load_mask
 from kvferry_sidecar.sessions.model import RankGroup
-from support.scripted_node import ScriptedNode
+from support.scripted_node import ScriptedNode, StepEnd
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import (
@@ -124,13 +127,13 @@ class SchedulerUnderTest:
         self, folder: Path, blocks: Sequence[int] = (16,), *, num_blocks: int = 64,
         batch: int = 64, policy: str = "recompute", asynchronous: bool = False,
         v2_runner: bool = False, specs: Sequence[Any] = (), retention: int | None = 0,
-        **extra: Any,
+        ranks: int = 1, **extra: Any,
     ) -> None:  # fmt: skip
         specs = specs or [full(block) for block in blocks]
         blocks = [spec.block_size for spec in specs]
         vllm_config = make_config(
             folder, block_size=blocks[0], batch=batch, policy=policy,
-            asynchronous=asynchronous, extra={"run_dir": str(folder), **extra},
+            asynchronous=asynchronous, extra={"run_dir": str(folder), **extra}, ranks=ranks,
         )  # fmt: skip
         register_all_kvcache_specs(vllm_config)
         init_none_hash(sha256_cbor)
@@ -165,7 +168,11 @@ class SchedulerUnderTest:
         self.half = connector._scheduler
         self.half._make_client = self.node
         config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): FerryHandshake.of(0, config)})
+        connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): FerryHandshake.of(rank, config) for rank in range(ranks)}
+        )
+        self._aggregator = KVOutputAggregator.from_connector(connector, ranks)
+        self.further_ranks = [FurtherRank(rank) for rank in range(1, ranks)]
         assert self.node.registration is not None
         self.counts: Counter[str] = Counter()
         # The scheduler takes the counts away each step: keep their sums.
@@ -219,18 +226,11 @@ class SchedulerUnderTest:
         end = self.node.execute(meta)
         self._check_pins()
         names = list(output.num_scheduled_tokens)
-        kv_output = KVConnectorOutput(
-            finished_recving=end.finished or None,
-            failed_recving=end.failed,
-            kv_connector_worker_meta=FerryWorkerMetadata(end.reports) if end.reports else None,
-        )
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[self._sample(name, parts[name]) for name in names],
-            kv_connector_output=None if kv_output.is_empty() else kv_output,
-        )
-        self.scheduler.update_from_output(output, result)
+        sampled = [self._sample(name, parts[name]) for name in names]
+        ends = [end, *(rank.step(end) for rank in self.further_ranks)]
+        results = [_rank_output(names, sampled, one) for one in ends]
+        whole = self._aggregator.aggregate(results) if self.further_ranks else results[0]
+        self.scheduler.update_from_output(output, whole)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -323,6 +323,50 @@ class SchedulerUnderTest:
                 assert block.ref_cnt > 0, f"{running.job} reads free block {block_id}"
 
 
+@dataclass
+class FurtherRank:
+    """A rank beside the scripted one: it ends each job as that one, ``lag`` steps later.
+
+    With ``fails`` its loads fail, and find ``shorter`` tokens whole.
+    """
+
+    rank: int
+    lag: int = 0
+    fails: bool = False
+    shorter: int = 0
+    _waiting: deque[StepEnd] = field(default_factory=deque)
+
+    def step(self, first: StepEnd) -> StepEnd:
+        """What it reports in the step in which the first rank reports ``first``."""
+        self._waiting.append(self._of(first))
+        if len(self._waiting) <= self.lag:
+            return StepEnd()
+        return self._waiting.popleft()
+
+    def _of(self, first: StepEnd) -> StepEnd:
+        own = StepEnd(finished=set(first.finished), failed=set(first.failed))
+        for job, (report,) in first.reports.items():
+            own.reports[job] = [report._replace(rank=self.rank)]
+            if self.fails and first.finished:
+                failed = Report(self.rank, "failed", "scripted", self.shorter)
+                own.reports[job], own.failed = [failed], set(first.finished)
+        return own
+
+
+def _rank_output(names: list[str], sampled: list[list[int]], end: StepEnd) -> ModelRunnerOutput:
+    kv_output = KVConnectorOutput(
+        finished_recving=end.finished or None,
+        failed_recving=end.failed,
+        kv_connector_worker_meta=FerryWorkerMetadata(end.reports) if end.reports else None,
+    )
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=sampled,
+        kv_connector_output=None if kv_output.is_empty() else kv_output,
+    )
+
+
 def _block_ids(frames: tuple[bytes, ...]) -> list[int]:
     return torch.frombuffer(bytearray(frames[0]), dtype=torch.int32).tolist()
 
@@ -347,7 +391,7 @@ def loads_of(node: ScriptedNode) -> list[tuple[str, int, int]]:
 
 def make_config(
     folder: Path, *, block_size: int = 16, batch: int = 64, policy: str = "recompute",
-    asynchronous: bool = False, extra: dict[str, Any] | None = None,
+    asynchronous: bool = False, extra: dict[str, Any] | None = None, ranks: int = 1,
 ) -> VllmConfig:  # fmt: skip
     """A VllmConfig from a config.json in ``folder``; nothing is fetched."""
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -370,4 +414,7 @@ def make_config(
             kv_connector_extra_config=extra or {},
         ),
         device_config=DeviceConfig("cpu"),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni"
+        ),
     )  # fmt: skip
