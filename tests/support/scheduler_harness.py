@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from kvferry_connector.config import read_config
 from kvferry_connector.describe import spec_kind
 from kvferry_connector.entry import FerryConnector
-from kvferry_connector.jobs import Report
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
 from kvferry_sidecar.masks.load import load_mask
 from kvferry_sidecar.sessions.model import RankGroup
+from support.further_rank import FurtherRank
 from support.scripted_node import ScriptedNode, StepEnd
 from vllm.config import (
     CacheConfig,
@@ -321,36 +321,6 @@ class SchedulerUnderTest:
                 block = self.pool.blocks[block_id]
                 assert not block.is_null
                 assert block.ref_cnt > 0, f"{running.job} reads free block {block_id}"
-
-
-@dataclass
-class FurtherRank:
-    """A rank beside the scripted one: it ends each job as that one, ``lag`` steps later.
-
-    With ``fails`` its loads fail, and find ``shorter`` tokens whole.
-    """
-
-    rank: int
-    lag: int = 0
-    fails: bool = False
-    shorter: int = 0
-    _waiting: deque[StepEnd] = field(default_factory=deque)
-
-    def step(self, first: StepEnd) -> StepEnd:
-        """What it reports in the step in which the first rank reports ``first``."""
-        self._waiting.append(self._of(first))
-        if len(self._waiting) <= self.lag:
-            return StepEnd()
-        return self._waiting.popleft()
-
-    def _of(self, first: StepEnd) -> StepEnd:
-        own = StepEnd(finished=set(first.finished), failed=set(first.failed))
-        for job, (report,) in first.reports.items():
-            own.reports[job] = [report._replace(rank=self.rank)]
-            if self.fails and first.finished:
-                failed = Report(self.rank, "failed", "scripted", self.shorter)
-                own.reports[job], own.failed = [failed], set(first.finished)
-        return own
 
 
 def _rank_output(names: list[str], sampled: list[list[int]], end: StepEnd) -> ModelRunnerOutput:
