@@ -1,0 +1,173 @@
+"""The chart's pod, rehearsed: what it shares suffices, and a stop in the kubelet's order is clean.
+
+The rendered pod runs in namespaces (support/pod.py) as its own uid, without capabilities. The
+engine's container holds no kvferry but what the init container copied. Volumes, paths, sizes,
+probes and arguments are the chart's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import kvferry_connector
+import kvferry_demo
+import pytest
+from kvferry_demo import protocol
+from kvferry_demo.models import write_model
+from kvferry_demo.processes import ENGINE_ENVIRONMENT, Child
+from kvferry_sidecar.errors import ExitCode
+from support.chart import container, render, volumes
+from support.engine import PATIENCE, EngineUnderTest, Texts, hit_of
+from support.logs import watch_log
+from support.pod import Pod, inner_pid, refusal, running_pod, status_of, terminate
+from support.sources import ROOT
+from support.waiting import wait_until
+
+REFUSAL = refusal()
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)]
+POOL_MI = 64
+VALUES = {
+    "model": "/models/llama",
+    "pool": {"size": f"{POOL_MI}Mi"},
+    "engine": {"shmSize": "64Mi", "preStopSleepSeconds": 1},
+}
+SITE = [path for path in sys.path if path.endswith("site-packages")]
+PYTHON = [(path, path) for path in dict.fromkeys([sys.base_prefix, sys.prefix, *SITE])]
+SYSTEM = [(path, path) for path in ("/usr", "/sys", "/etc/ld.so.cache", "/etc/passwd")]
+DRIVER = "/opt/driver"
+CONNECTOR = "/opt/kvferry/connector"
+# What the image's entry point runs.
+MAIN = "import sys; from kvferry_sidecar.cli import main; sys.exit(main())"
+KVFERRY = [sys.executable, "-c", MAIN]
+
+
+def folder_of(package_file: str | None) -> str:
+    assert package_file is not None
+    return str(Path(package_file).parent)
+
+
+SIDECAR_IMAGE = [
+    *SYSTEM,
+    *PYTHON,
+    (str(ROOT), str(ROOT)),
+    (folder_of(kvferry_connector.__file__), "/opt/kvferry/kvferry_connector"),
+]
+ENGINE_IMAGE = [*SYSTEM, *PYTHON, (folder_of(kvferry_demo.__file__), f"{DRIVER}/kvferry_demo")]
+IMAGES = {"connector": SIDECAR_IMAGE, "kvferry": SIDECAR_IMAGE, "vllm": ENGINE_IMAGE}
+
+
+@pytest.fixture(scope="module")
+def pod() -> Iterator[Pod]:
+    made = render(VALUES)
+    spec = made.engine_pod()
+    assert spec is not None
+    with running_pod(spec, IMAGES) as one:
+        (one.volume("config") / "kvferry.toml").write_text(made.toml())
+        write_model("llama", one.volume("models"))
+        yield one
+
+
+def engine_setup(pod: Pod) -> protocol.EngineSetup:
+    """Return what the container's arguments say, for the engine that is driven over pipes."""
+    engine = container(pod.spec, "vllm")
+    assert engine is not None
+    config = json.loads(engine["args"][engine["args"].index("--kv-transfer-config") + 1])
+    extra = dict(config["kv_connector_extra_config"])
+    return protocol.EngineSetup(
+        model_dir=engine["args"][0],
+        run_dir=extra.pop("run_dir"),
+        load_failure_policy=config["kv_load_failure_policy"],
+        module_path=config["kv_connector_module_path"],
+        connector_extra={**PATIENCE, **extra},
+    )
+
+
+class ContainedEngine(EngineUnderTest):
+    """The engine in its container, driven over the container's pipes."""
+
+    def __init__(self, pod: Pod, log: Path) -> None:
+        (pod.volume("models") / "setup.json").write_bytes(
+            protocol.encoder.encode(engine_setup(pod))
+        )
+        path = {"PYTHONPATH": ":".join([CONNECTOR, DRIVER, *SITE])}
+        # -S: an image that never saw kvferry has nothing but what PYTHONPATH names.
+        words = [sys.executable, "-S", "-m", "kvferry_demo.engine", "/models/setup.json"]
+        command = pod.command("vllm", words, {**ENGINE_ENVIRONMENT, **path})
+        Child.__init__(self, command, log, pipes=True)
+        self._buffer = b""
+
+
+@contextmanager
+def engine_life(pod: Pod, log: Path) -> Iterator[ContainedEngine]:
+    with watch_log("engine", log), ContainedEngine(pod, log) as engine:
+        engine.wait_ready()
+        engine.wait_attached()
+        yield engine
+
+
+def start_sidecar(pod: Pod, log: Path) -> None:
+    spec = container(pod.spec, "kvferry")
+    assert spec is not None
+    pod.start("kvferry", [*KVFERRY, *spec["args"]], log)
+    pod.wait_started("kvferry", KVFERRY)
+
+
+def test_the_pod_from_start_to_stop(pod: Pod, tmp_path: Path) -> None:
+    texts = Texts()
+    first, second = texts.take(1300), texts.take(900)
+    log = tmp_path / "sidecar.log"
+    connector = container(pod.spec, "connector")
+    assert connector is not None
+    run_dir = engine_setup(pod).run_dir
+    with watch_log("sidecar", log):
+        pod.run_to_end("connector", connector["command"])
+        start_sidecar(pod, log)
+        with engine_life(pod, tmp_path / "first.log") as engine:
+            cold = [engine.run(first), engine.run(second)]
+            engine.quit()
+
+        with engine_life(pod, tmp_path / "second.log") as engine:
+            modules = engine.inspect("kvferry_connector", "kvferry_sidecar").modules
+            assert modules["kvferry_connector"].startswith(CONNECTOR)
+            assert modules["kvferry_sidecar"] == ""
+            warm = engine.run(first)
+            assert (warm.hit_tokens, warm.output) == (hit_of(first), cold[0].output)
+
+            # The sidecar's container alone is lost: its pool is on a volume of the pod.
+            epoch = engine.inspect().epoch
+            pod.kill("kvferry")
+            start_sidecar(pod, log)
+            engine.wait_attached(beyond_epoch=epoch)
+            warm = engine.run(second)
+            assert (warm.hit_tokens, warm.output) == (hit_of(second), cold[1].output)
+
+            # The kubelet's stop: the engine first, then the sidecar, within one grace period.
+            grace_s = pod.spec["terminationGracePeriodSeconds"]
+            terminate(inner_pid(engine.pid))
+            assert engine.process.wait(grace_s) != 0
+            wait_until(
+                lambda: not status_of(pod, KVFERRY, run_dir)["sessions"], "its death is known"
+            )
+            assert pod.stop("kvferry", grace_s) == 0
+    assert [one.name for one in pod.look("pool").iterdir()] == ["demo-kvferry"]
+    # Nothing of the sockets or the segment may be another user's.
+    assert {one.stat().st_uid for one in pod.look("run").iterdir()} == {pod.user}
+
+
+def test_a_pool_that_its_volume_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """The computed limit is what makes it fit: with the bare pool's size it does not."""
+    made = render(VALUES)
+    spec = copy.deepcopy(made.sidecar_pod())
+    volumes(spec)["pool"]["emptyDir"]["sizeLimit"] = f"{POOL_MI}Mi"
+    log = tmp_path / "sidecar.log"
+    with watch_log("sidecar", log), running_pod(spec, IMAGES) as pod:
+        (pod.volume("config") / "kvferry.toml").write_text(made.toml())
+        args = container(spec, "kvferry")["args"]
+        pod.start("kvferry", [*KVFERRY, *args], log)
+        assert pod.wait("kvferry") == ExitCode.POOL
+    assert "an emptyDir of medium Memory" in log.read_text()

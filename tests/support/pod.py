@@ -1,0 +1,231 @@
+"""A pod without Kubernetes: the containers of a rendered pod in namespaces of their own.
+
+What a kubelet and a runtime do, as far as kvferry can tell the difference:
+
+* one process, here ``sleep``, holds the pod's IPC and PID namespaces, and is PID 1 of it;
+* every container has a mount namespace and a root of its own. It sees its image (here: the parts
+  of this machine that the test names, read-only), its volumes, /proc and a small /dev, no more;
+* volumes are directories of mode 2777 with the pod's fsGroup, memory ones a tmpfs of their limit;
+* the process runs as the pod's uid without any capability, the root read-only where that is asked;
+* an init container ends before the next one starts; a sidecar has started when its startup probe
+  passes; at the end containers get SIGTERM, and sidecars only when those are gone.
+
+Needs root. The mounts are in the pod's own namespaces: they vanish with its last process.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.chart import containers, mounts, volumes
+from support.quantities import mebibytes
+from support.waiting import wait_until
+
+START_S = 60.0
+Spec = Mapping[str, Any]
+
+# $1: the root to make. Binds come as words "ro|rw SOURCE TARGET". Then the command after "--".
+_ENTER = """
+root=$1; shift; readonly_root=$1; shift; user=$1; shift
+mount -t tmpfs -o mode=0755 root "$root"
+while [ "$1" != -- ]; do
+  how=$1 source=$2 target=$root$3; shift 3
+  if [ -d "$source" ]; then mkdir -p "$target"; else mkdir -p "${target%/*}"; touch "$target"; fi
+  mount --bind "$source" "$target"
+  [ "$how" = rw ] || mount -o remount,bind,ro "$target"
+done
+shift
+for name in bin sbin lib lib32 lib64; do
+  if [ -L "/$name" ]; then cp -P "/$name" "$root/"; fi
+done
+mkdir -p "$root/proc" "$root/tmp" "$root/dev"
+mount -t proc proc "$root/proc"
+for name in null zero full random urandom; do
+  touch "$root/dev/$name"; mount --bind "/dev/$name" "$root/dev/$name"
+done
+[ "$readonly_root" = no ] || mount -o remount,ro "$root"
+exec chroot "$root" setpriv --reuid "$user" --regid "$user" --groups "$user" --no-new-privs \\
+  --inh-caps=-all --bounding-set=-all "$@"
+"""
+
+
+def refusal() -> str:
+    """Return "" where such namespaces can be made, else what the machine says."""
+    script = "mount -t tmpfs probe /mnt && mount -t proc proc /proc"
+    unshare = ["unshare", "--mount", "--ipc", "--pid", "--fork", "bash", "-c", script]
+    done = subprocess.run(unshare, capture_output=True, text=True, timeout=60, check=False)
+    return "" if done.returncode == 0 else f"no namespaces for a pod: {done.stderr.strip()}"
+
+
+class Pod:
+    """One pod. ``images`` says per container name which paths of this machine are its image."""
+
+    def __init__(self, spec: Spec, folder: Path, images: Mapping[str, Sequence[tuple[str, str]]]):
+        assert spec["shareProcessNamespace"], "process namespaces of their own are not made here"
+        self.spec = spec
+        self.folder = folder
+        self._images = images
+        self._roots = 0
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.user = int(spec["securityContext"]["runAsUser"])
+        for name in volumes(spec):
+            self.volume(name).mkdir(parents=True)
+        self._pause = self._make_sandbox()
+
+    def volume(self, name: str) -> Path:
+        """Return the directory of a volume, as the pod's own mount namespace sees it."""
+        return self.folder / "volumes" / name
+
+    def _make_sandbox(self) -> subprocess.Popen[bytes]:
+        lines = []
+        for name, volume in volumes(self.spec).items():
+            source = volume.get("emptyDir", {})
+            where = shlex.quote(str(self.volume(name)))
+            if source.get("medium") == "Memory":
+                size = f"{int(mebibytes(source['sizeLimit']))}m"
+                lines.append(f"mount -t tmpfs -o size={size} {shlex.quote(name)} {where}")
+            if "emptyDir" in volume:
+                group = self.spec["securityContext"]["fsGroup"]
+                lines.append(f"chown 0:{group} {where}; chmod 2777 {where}")
+        ready = self.folder / "ready"
+        lines += [f"touch {shlex.quote(str(ready))}", "exec sleep infinity"]
+        unshare = ["unshare", "--mount", "--ipc", "--pid", "--fork", "--kill-child"]
+        # If the test is killed, so is PID 1, and with it everything in the pod.
+        command = ["setpriv", "--pdeathsig", "KILL", *unshare, "bash", "-euc", "\n".join(lines)]
+        pause = subprocess.Popen(command)
+        wait_until(ready.exists, "the pod's sandbox is there", START_S)
+        return pause
+
+    def command(
+        self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Return the command that runs ``words`` as the container ``name``."""
+        one = next(each for each in containers(self.spec) if each["name"] == name)
+        self._roots += 1
+        root = self.folder / f"root-{self._roots}"
+        root.mkdir()
+        readonly = {each["mountPath"] for each in one["volumeMounts"] if each.get("readOnly")}
+        parts = [(target, source, "ro") for source, target in self._images[name]]
+        for path, volume in mounts(one).items():
+            parts.append((path, str(self.volume(volume)), "ro" if path in readonly else "rw"))
+        # Parents before what lies inside them.
+        binds = [word for target, source, how in sorted(parts) for word in (how, source, target)]
+        sealed = "yes" if one["securityContext"]["readOnlyRootFilesystem"] else "no"
+        own = {each["name"]: each["value"] for each in one.get("env", []) if "value" in each}
+        variables = [f"{key}={value}" for key, value in {**own, **(environment or {})}.items()]
+        # A real one always has a PATH.
+        clean = ["env", "-i", "PATH=/usr/local/bin:/usr/bin:/bin", *variables]
+        enter = ["nsenter", "--target", str(self._pid_of(self._pause)), "--mount", "--ipc", "--pid"]
+        script = ["unshare", "--mount", "bash", "-euc", _ENTER, "enter", str(root), sealed]
+        return [*enter, *script, str(self.user), *binds, "--", *clean, *words]
+
+    def run_to_end(self, name: str, words: Sequence[str]) -> None:
+        """Run an init container."""
+        done = subprocess.run(
+            self.command(name, words), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    def start(self, name: str, words: Sequence[str], log: Path) -> None:
+        """Start a container that goes on."""
+        with log.open("ab") as file:
+            self._running[name] = subprocess.Popen(
+                self.command(name, words), stdout=file, stderr=file
+            )
+
+    def wait_started(self, name: str, entry: Sequence[str]) -> None:
+        """Return when the startup probe passed, asked as often as the pod says."""
+        one = next(each for each in containers(self.spec) if each["name"] == name)
+        probe = one["startupProbe"]
+        words = probe["exec"]["command"]
+        seconds = probe["periodSeconds"] * probe["failureThreshold"]
+        ask = [*entry, *words[1:]]
+        wait_until(lambda: self.exec(name, ask).returncode == 0, f"{name} started", seconds, 0.1)
+
+    def exec(self, name: str, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command in a container that runs, as ``kubectl exec`` does."""
+        process = self._running[name]
+        assert process.poll() is None, f"{name} ended with {process.returncode}"
+        enter = ["nsenter", "--target", str(self._pid_of(process)), "--mount", "--ipc", "--pid"]
+        user = ["--root", "--wd=/", f"--setuid={self.user}", f"--setgid={self.user}"]
+        return subprocess.run(
+            [*enter, *user, *words], capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def stop(self, name: str, grace_s: float) -> int:
+        """Send SIGTERM to a container's process and return its exit code, within the grace."""
+        process = self._running.pop(name)
+        begun_s = time.monotonic()
+        terminate(self._pid_of(process))
+        code = process.wait(grace_s)
+        assert time.monotonic() - begun_s < grace_s
+        return code
+
+    def wait(self, name: str) -> int:
+        """Wait for a container that ends by itself; return its exit code."""
+        return self._running.pop(name).wait(START_S)
+
+    def kill(self, name: str) -> None:
+        """Kill a container's process, as the kernel does when memory is short."""
+        process = self._running.pop(name)
+        subprocess.run(["kill", "-9", str(self._pid_of(process))], check=True)
+        process.wait(START_S)
+
+    def look(self, volume: str) -> Path:
+        """Return a volume's directory as it can be read from outside of the pod."""
+        return Path(f"/proc/{self._pid_of(self._pause)}/root{self.volume(volume)}")
+
+    def close(self) -> None:
+        """End everything at once."""
+        self._pause.kill()
+        self._pause.wait()
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+    @staticmethod
+    def _pid_of(process: subprocess.Popen[bytes]) -> int:
+        """Return the container's own process, the only child of the one that entered."""
+        return inner_pid(process.pid)
+
+
+def inner_pid(pid: int) -> int:
+    """Return the only child of ``pid``: unshare and nsenter fork to be in a PID namespace."""
+    file = Path(f"/proc/{pid}/task/{pid}/children")
+    (child,) = wait_until(lambda: file.read_text().split(), "the inner process is there")
+    return int(child)
+
+
+def terminate(pid: int) -> None:
+    """Send SIGTERM, as the kubelet does."""
+    subprocess.run(["kill", f"-{int(signal.SIGTERM)}", str(pid)], check=True)
+
+
+@contextmanager
+def running_pod(spec: Spec, images: Mapping[str, Sequence[tuple[str, str]]]) -> Iterator[Pod]:
+    """Yield a pod whose containers are not started yet; all of it is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="kvf-pod-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        pod = Pod(spec, folder, images)
+        try:
+            yield pod
+        finally:
+            pod.close()
+
+
+def status_of(pod: Pod, entry: Sequence[str], run_dir: str) -> dict[str, Any]:
+    """Return the sidecar's status, asked in its container."""
+    done = pod.exec("kvferry", [*entry, "status", "--json", "--run-dir", run_dir])
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
