@@ -51,6 +51,8 @@ class FakeCopies:
         layout = extents.layout
         assert isinstance(layout, FakeLayout)
         assert len(extents.blocks) == len(extents.pool_offsets) == len(extents.seeds) > 0
+        for numbers in (extents.blocks, extents.pool_offsets, extents.seeds):
+            assert numbers.flags.c_contiguous, "as the native engine wants them"
         assert extents.blocks.dtype == np.int32
         assert extents.pool_offsets.dtype == np.uint64
         assert extents.blocks.min() >= 1, "the null block is never the end of a copy"

@@ -110,6 +110,7 @@ class FakePool:
         return np.array(slots, dtype=np.uint64) * np.uint64(self.slab_bytes)
 
     def set_crcs(self, entries: np.ndarray, shard: int, crcs: np.ndarray) -> None:
+        assert entries.flags.c_contiguous, "as the native pool wants them"
         for number, crc in zip(entries.tolist(), crcs.tolist(), strict=True):
             entry = self._entries[number]
             assert entry.state == "writing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from kvferry_connector.wire.hot import JobStatusName, SaveJob
@@ -24,6 +25,7 @@ from kvferry_sidecar.stages.hits import refresh
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
 
+Number = TypeVar("Number", np.int32, np.uint32, np.uint64)
 _hash_bytes_max = 64
 
 
@@ -93,9 +95,9 @@ class SaveWork:
                 peer,
                 rank_index,
                 save.shape,
-                blocks=save.blocks[turn],
-                offsets=save.offsets[turn],
-                seeds=save.seeds[turn],
+                blocks=_by_turn(save.blocks, turn),
+                offsets=_by_turn(save.offsets, turn),
+                seeds=_by_turn(save.seeds, turn),
             )
             if extents is not None:
                 planned.append(PlannedCopy(index, Direction.GATHER, extents))
@@ -135,7 +137,12 @@ class SaveWork:
             shard, turn = stripe.shards[part.rank_index], stripe.turns[part.rank_index]
             assert shard is not None, "a copy exists only for a rank with a shard"
             assert result.crcs is not None, "gathers are submitted with crc=True"
-            self._core.pool.set_crcs(save.entries[turn], shard, result.crcs)
+            self._core.pool.set_crcs(_by_turn(save.entries, turn), shard, result.crcs)
+
+
+def _by_turn(values: NDArray[Number], turn: slice) -> NDArray[Number]:
+    """Return a rank's turn of a job's chunks, dense: native code takes no strides."""
+    return np.ascontiguousarray(values[turn])
 
 
 def _form_fault(

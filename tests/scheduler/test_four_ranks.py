@@ -1,0 +1,131 @@
+"""Four ranks in processes of their own under vLLM's real Scheduler, beside a real sidecar.
+
+Every block that a step reads is compared byte by byte on every rank (support/four_ranks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm.v1.kv_cache_interface as interface
+from support.four_ranks import EngineOfRanks, engine_of_ranks
+from support.sidecar import SidecarUnderTest, running_sidecar
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+RANKS, BLOCK = 4, 64
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float16)
+MLA = MLAAttentionSpec(
+    block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float16, max_tp_shards=1
+)
+INDEXER = replace(
+    MLA, head_size=20, dtype=torch.uint8, cache_role=interface.SparseCacheRole.INDEXER
+)
+PER_RANK = {"a": FULL, "b": FULL}
+REPLICATED = {"a": MLA, "a.indexer": INDEXER, "b": MLA, "b.indexer": INDEXER}
+CHUNK_BYTES = {"per rank": 2 * FULL.page_size_bytes,
+               "replicated": 2 * (MLA.page_size_bytes + INDEXER.page_size_bytes)}  # fmt: skip
+Start = Callable[..., AbstractContextManager[EngineOfRanks]]
+
+
+@pytest.fixture
+def sidecar() -> Iterator[SidecarUnderTest]:
+    with running_sidecar() as one:
+        yield one
+
+
+@pytest.fixture
+def engine(sidecar: SidecarUnderTest, tmp_path: Path) -> Start:
+    return partial(engine_of_ranks, tmp_path, sidecar.run_dir)
+
+
+def prompt(chunks: int) -> list[int]:
+    """Whole chunks and one token more: a repeated prompt hits all of them."""
+    return [3 + (7 * number) % 450 for number in range(chunks * BLOCK + 1)]
+
+
+def moved(sidecar: SidecarUnderTest) -> tuple[int, int]:
+    """Bytes saved and loaded so far; nothing failed."""
+    books = sidecar.wait_idle()["pipeline"]["ledger"]
+    assert books["failed"] == books["cancelled"] == 0, books
+    return books["saved_bytes"], books["loaded_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "specs", "objects"), [("per rank", PER_RANK, 44), ("replicated", REPLICATED, 11)]
+)
+def test_eleven_chunks_are_44_objects_per_rank_and_11_replicated(
+    sidecar: SidecarUnderTest, engine: Start, name: str, specs: dict[str, Any], objects: int
+) -> None:
+    """Stored bytes are those of so many shards; every rank has loaded all of its own."""
+    size = CHUNK_BYTES[name]
+    with engine(specs) as writer:
+        assert writer.run("cold", prompt(11)) == 0
+        assert moved(sidecar) == (objects * size, 0)
+    assert sidecar.status()["pool"]["ready"] == 11, "one stripe per chunk"
+    with engine(specs) as reader:
+        assert reader.run("warm", prompt(11)) == 11 * BLOCK
+        assert moved(sidecar) == (objects * size, RANKS * 11 * size)
+
+
+def test_all_ranks_store_when_a_step_names_its_own_blocks_only(
+    sidecar: SidecarUnderTest, engine: Start
+) -> None:
+    """An engine whose NewRequestData has this step's ids: tables come from the manager."""
+    with engine(PER_RANK, batch=3 * BLOCK) as writer:
+        shown = show_only_new_blocks(writer)
+        writer.run("cold", prompt(11))
+        assert shown == [3, 3, 3, 3]
+    assert moved(sidecar) == (44 * CHUNK_BYTES["per rank"], 0)
+    with engine(PER_RANK, batch=3 * BLOCK) as reader:
+        show_only_new_blocks(reader)
+        assert reader.run("warm", prompt(11)) == 11 * BLOCK
+    assert moved(sidecar) == (44 * CHUNK_BYTES["per rank"],) * 2
+
+
+def show_only_new_blocks(engine: EngineOfRanks) -> list[int]:
+    """Have the connector see new requests with the blocks of this step only, as some vLLM do."""
+    build, shown = engine.connector.build_connector_meta, []
+
+    def build_connector_meta(output: Any) -> Any:
+        for new in output.scheduled_new_reqs:
+            count = -(-output.num_scheduled_tokens[new.req_id] // BLOCK)
+            new.block_ids = tuple(ids[-count:] for ids in new.block_ids)
+        steps = [output.num_scheduled_tokens[name] for name in output.num_scheduled_tokens]
+        shown.extend(-(-count // BLOCK) for count in steps)
+        return build(output)
+
+    engine.connector.build_connector_meta = build_connector_meta
+    return shown
+
+
+@pytest.mark.parametrize(("name", "specs"), [("per rank", PER_RANK), ("replicated", REPLICATED)])
+def test_five_draft_tokens_are_not_stored(
+    sidecar: SidecarUnderTest, engine: Start, name: str, specs: dict[str, Any]
+) -> None:
+    """Eight chunks are confirmed: 32 objects per rank, 8 replicated, however many are drafted."""
+    tokens, shards = prompt(7), RANKS if name == "per rank" else 1
+    with engine(specs, draft_tokens=5) as writer:
+        writer.run("cold", tokens, max_tokens=BLOCK + 20)
+        saved, _ = moved(sidecar)
+    assert saved == shards * 8 * CHUNK_BYTES[name]
+    assert sidecar.status()["pool"]["ready"] == 8
+
+
+@pytest.mark.parametrize("specs", [PER_RANK, REPLICATED], ids=["per rank", "replicated"])
+def test_a_cold_request_of_15317_tokens_from_another_instance(
+    sidecar: SidecarUnderTest, engine: Start, specs: dict[str, Any]
+) -> None:
+    tokens = [3 + (11 * number) % 449 for number in range(15_317)]
+    with engine(specs, batch=4096, kv_bytes=8 << 20) as writer:
+        writer.run("cold", tokens)
+    with engine(specs, batch=4096, kv_bytes=8 << 20) as reader:
+        assert reader.run("warm", tokens) == 15_317 // BLOCK * BLOCK
+    saved, loaded = moved(sidecar)
+    assert loaded == saved * (1 if specs is PER_RANK else RANKS) > 0

@@ -1,0 +1,377 @@
+"""One engine of several ranks without a model: vLLM's real Scheduler, a worker half per process.
+
+The scheduler half runs here, each worker half in a forked process with KV memory that vLLM laid
+out. What a model would compute is a pattern of its own for every (prefix hash, layer, shard): a
+block that is read is compared byte by byte with what it must hold, on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import signal
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kvferry_connector.config import read_config
+from kvferry_connector.describe import tp_replicas
+from kvferry_connector.entry import FerryConnector
+from kvferry_connector.meta import FerryMetadata
+from kvferry_connector.stats import FerryStats
+from kvferry_connector.worker_half import WorkerHalf
+from support.scheduler_harness import MODEL
+from support.waiting import wait_until
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+LAYOUT = "LBNHC"
+CONTEXT_TOKENS = 16_384
+ANSWER_S = 60.0
+_fork = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A block of a group, and the prefix hash whose chunk it holds or is to hold."""
+
+    group: int
+    block: int
+    name: bytes
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """One step of a rank: read and compare ``checks``, compute ``writes``."""
+
+    metadata: FerryMetadata
+    checks: list[Cell]
+    writes: list[Cell]
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What a rank says at the end of a step; ``wrong`` names what it did not find as it was."""
+
+    output: KVConnectorOutput
+    wrong: list[str]
+
+
+def pattern(name: bytes, layer: str, shard: int, count: int) -> bytes:
+    """The bytes that this shard of a layer has for the chunk of this prefix hash."""
+    seed = hashlib.blake2b(name + f"{layer}/{shard}".encode(), digest_size=8).digest()
+    return np.random.default_rng(int.from_bytes(seed, "little")).bytes(count)
+
+
+# --- a rank's process ------------------------------------------------------------------------
+
+
+class Rank:
+    """One worker half and its memory; lives in the forked process."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_config: KVCacheConfig, rank: int) -> None:
+        vllm_config.parallel_config.rank = rank
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._half = WorkerHalf(vllm_config, kv_config, read_config(extra))
+        sizes = [group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups]
+        with self._half.memory_context():
+            self._views = allocate_kv_cache(
+                kv_config, torch.device("cpu"), KVCacheLayout[LAYOUT], sizes
+            )
+        self._half.register(self._views)
+        self.handshake = self._half.handshake()
+        self._layers = [group.layer_names for group in kv_config.kv_cache_groups]
+        self._shards = [
+            rank // tp_replicas(group.kv_cache_spec, vllm_config.parallel_config)
+            for group in kv_config.kv_cache_groups
+        ]
+
+    def step(self, order: StepOrder) -> StepEnd:
+        self._half.bind(order.metadata)
+        wrong = [text for cell in order.checks for text in self._check(cell)]
+        for cell in order.writes:
+            for layer, page, data in self._pages(cell):
+                page.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(page.shape))
+                assert page.numel() == len(data), layer
+        self._half.end_forward()
+        results = self._half.results()
+        output = KVConnectorOutput(
+            finished_recving=set(results.finished_recving) or None,
+            failed_recving=set(results.failed_recving),
+            kv_connector_worker_meta=self._half.worker_metadata(),
+        )
+        return StepEnd(output, wrong)
+
+    def _check(self, cell: Cell) -> Iterator[str]:
+        for layer, page, data in self._pages(cell):
+            if page.contiguous().numpy().tobytes() != data:
+                yield f"group {cell.group} block {cell.block} layer {layer}"
+
+    def _pages(self, cell: Cell) -> Iterator[tuple[str, torch.Tensor, bytes]]:
+        shard = self._shards[cell.group]
+        for layer in self._layers[cell.group]:
+            page = self._views[layer][cell.block].view(torch.uint8)
+            yield layer, page, pattern(cell.name, layer, shard, page.numel())
+
+    def shutdown(self) -> None:
+        self._half.shutdown()
+
+
+def _serve(pipe: Any, vllm_config: VllmConfig, kv_config: KVCacheConfig, rank: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    half = Rank(vllm_config, kv_config, rank)
+    pipe.send(half.handshake)
+    while (order := pipe.recv()) is not None:
+        pipe.send(half.step(order))
+    half.shutdown()
+
+
+# --- the engine ------------------------------------------------------------------------------
+
+
+class EngineOfRanks:
+    """The scheduler and its ranks; ``wrong`` collects what a rank found otherwise than written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        run_dir: Path,
+        specs: Mapping[str, Any],
+        *,
+        ranks: int = 4,
+        batch: int = 1024,
+        kv_bytes: int = 4 << 20,
+        draft_tokens: int = 0,
+    ) -> None:
+        self._draft_tokens = draft_tokens
+        vllm_config = _make_config(folder, run_dir, specs, ranks, batch, draft_tokens)
+        register_all_kvcache_specs(vllm_config)
+        init_none_hash(sha256_cbor)
+        configs = get_kv_cache_configs(
+            vllm_config, [dict(specs) for _ in range(ranks)], [kv_bytes] * ranks
+        )
+        self._pipes, self._processes = [], []
+        for rank, kv_config in enumerate(configs):
+            ours, theirs = _fork.Pipe()
+            process = _fork.Process(target=_serve, args=(theirs, vllm_config, kv_config, rank))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        handshakes = {(0, rank): self._hear(rank) for rank in range(ranks)}
+        self.scheduler = self._schedule_with(vllm_config, configs)
+        connector = self.scheduler.connector
+        assert isinstance(connector, FerryConnector)
+        self.connector = connector
+        connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        wait_until(lambda: connector.attachment()[0] == "ready", "all ranks are registered")
+        self._aggregator = KVOutputAggregator.from_connector(connector, ranks)
+        self._bases: dict[str, int] = {}
+        self._written: dict[int, tuple[int, bytes]] = {}
+        self.wrong: list[str] = []
+        self.counts: Counter[str] = Counter()
+        connector.get_kv_connector_stats = self._count
+
+    def _schedule_with(self, vllm_config: VllmConfig, configs: list[KVCacheConfig]) -> Scheduler:
+        kv_config = generate_scheduler_kv_cache_config(configs)
+        vllm_config.cache_config.num_gpu_blocks = kv_config.num_blocks
+        self.unit, self._hash_tokens = resolve_kv_cache_block_sizes(kv_config, vllm_config)
+        self._hasher = get_request_block_hasher(self._hash_tokens, sha256_cbor)
+        self._blocks = [group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups]
+        return Scheduler(
+            vllm_config=vllm_config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=self.unit,
+            hash_block_size=self._hash_tokens,
+            log_stats=True,
+        )
+
+    def _count(self) -> FerryStats | None:
+        stats: FerryStats | None = self.connector._scheduler.stats.take()
+        self.counts.update(stats.data if stats is not None else {})
+        return stats
+
+    def _hear(self, rank: int) -> Any:
+        wait_until(
+            lambda: self._pipes[rank].poll() or not self._processes[rank].is_alive(),
+            f"rank {rank} answers",
+            deadline_s=ANSWER_S,
+        )
+        return self._pipes[rank].recv()
+
+    def run(self, name: str, tokens: Sequence[int], max_tokens: int = 1) -> int:
+        """Run one request to its end and until its saves are reported; returns the hit."""
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params.update_from_generation_config({}, 2)
+        request = Request(
+            request_id=name, prompt_token_ids=list(tokens), sampling_params=params,
+            pooling_params=None, block_hasher=self._hasher,
+        )  # fmt: skip
+        before = self.counts["loaded_tokens"]
+        self.scheduler.add_request(request)
+        wait_until(self._ended, f"{name} ends", every_s=0.0)
+        self._count()
+        return self.counts["loaded_tokens"] - before
+
+    def _ended(self) -> bool:
+        self.step()
+        return not self.scheduler.has_requests()
+
+    def step(self) -> None:
+        """One scheduling pass, executed by every rank, and its merged output."""
+        output = self.scheduler.schedule()
+        requests = dict(self.scheduler.requests)
+        checks, writes = self._cells(output, requests)
+        order = StepOrder(output.kv_connector_metadata, checks, writes)
+        for pipe in self._pipes:
+            pipe.send(order)
+        names = list(output.num_scheduled_tokens)
+        sampled = [self._sample(requests[name], output) for name in names]
+        outputs = []
+        for rank in range(len(self._pipes)):
+            end: StepEnd = self._hear(rank)
+            self.wrong += [f"rank {rank} {text}" for text in end.wrong]
+            outputs.append(
+                ModelRunnerOutput(
+                    req_ids=names,
+                    req_id_to_index={name: index for index, name in enumerate(names)},
+                    sampled_token_ids=sampled,
+                    kv_connector_output=None if end.output.is_empty() else end.output,
+                )
+            )
+        self.scheduler.update_from_output(output, self._aggregator.aggregate(outputs))
+        if self._draft_tokens:
+            drafts = [[3] * self._draft_tokens for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _sample(self, request: Request, output: Any) -> list[int]:
+        """One token of its own, after two of the drafts: the others are rejected."""
+        if request.is_prefill_chunk:
+            return []
+        drafts = output.scheduled_spec_decode_tokens.get(request.request_id, [])
+        return [*drafts[:2], 100 + request.num_tokens % 300]
+
+    def _cells(self, output: Any, requests: Mapping[str, Request]) -> tuple[list[Cell], list[Cell]]:
+        """What a step reads, and what it computes of whole chunks whose hash is known."""
+        checks, writes = [], []
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, count in output.num_scheduled_tokens.items():
+            base = self._bases.setdefault(name, starts[name])
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            hashes = requests[name].block_hashes
+            for group, size in enumerate(self._blocks):
+                for chunk, block in enumerate(tables[group]):
+                    last = (chunk + 1) * size
+                    if last > starts[name] + count or last // self._hash_tokens > len(hashes):
+                        break
+                    if not block:
+                        continue
+                    cell = Cell(group, block, hashes[last // self._hash_tokens - 1])
+                    if last <= base or self._written.get(block) == (group, cell.name):
+                        checks.append(cell)
+                    else:
+                        writes.append(cell)
+                    self._written[block] = (group, cell.name)
+        return checks, writes
+
+    def close(self) -> None:
+        """End the ranks in order, by force what does not end."""
+        self.connector.shutdown()
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+            process.join(ANSWER_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+
+
+@contextmanager
+def engine_of_ranks(
+    folder: Path, run_dir: Path, specs: Mapping[str, Any], **options: Any
+) -> Iterator[EngineOfRanks]:
+    """Yield an engine that serves; afterwards every read must have been right."""
+    engine = EngineOfRanks(folder, run_dir, specs, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+    assert not engine.wrong, engine.wrong[:5]
+    assert engine.counts["hook_errors"] == 0
+
+
+def _make_config(
+    folder: Path, run_dir: Path, specs: Mapping[str, Any], ranks: int, batch: int, draft_tokens: int
+) -> VllmConfig:
+    model = {**MODEL, "num_attention_heads": 4, "max_position_embeddings": CONTEXT_TOKENS}
+    if not (folder / "config.json").exists():  # its time is part of the model's identity
+        (folder / "config.json").write_text(json.dumps(model))
+    model_config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=1)
+    parallel_config = ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp")
+    speculative_config = None
+    if draft_tokens:
+        speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=draft_tokens,
+            prompt_lookup_max=2,
+            target_model_config=model_config,
+            target_parallel_config=parallel_config,
+        )
+    cache_config = CacheConfig(
+        block_size=next(iter(specs.values())).block_size, enable_prefix_caching=True,
+        prefix_caching_hash_algo="sha256_cbor",
+    )  # fmt: skip
+    cache_config.kv_cache_layout = LAYOUT
+    return VllmConfig(
+        model_config=model_config,
+        parallel_config=parallel_config,
+        speculative_config=speculative_config,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=batch, max_model_len=CONTEXT_TOKENS,
+            enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=False,
+        ),
+        cache_config=cache_config,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="FerryConnector", kv_connector_module_path="kvferry_connector",
+            kv_role="kv_both", kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"run_dir": str(run_dir), "probe_ms_max": 20_000},
+        ),
+        device_config=DeviceConfig("cpu"),
+    )  # fmt: skip
