@@ -110,7 +110,8 @@ def saved_chunks(rig: Rig, count: int) -> tuple[EngineMemory, Shape, Extents, ND
     memory = EngineMemory(shape.total_bytes)
     offsets = [i * shape.payload_bytes for i in range(count)]
     seeds = np.arange(100, 100 + count, dtype=np.uint32)
-    extents = extents_of(shape.layout(memory), range(1, count + 1), offsets, seeds=seeds)
+    blocks = np.random.default_rng(11).permutation(np.arange(1, count + 1))
+    extents = extents_of(shape.layout(memory), blocks, offsets, seeds=seeds)
     result = rig.do(Direction.GATHER, extents)
     assert result.crcs is not None
     return memory, shape, extents, result.crcs

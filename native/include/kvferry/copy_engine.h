@@ -50,9 +50,9 @@ struct CopyCompletion {
 struct CopyJob;
 
 // A job is cut into pieces of whole chunks, which the threads take from its counter: no descriptor
-// per run exists. Pieces are taken in order, jobs too. Its completion is published after its last
-// piece has stopped, and only then may the memory be used for something else. All methods may be
-// called from any thread.
+// per run exists. Pieces go by block id (neighbouring blocks share page tables), jobs in the order
+// of their submission. A completion is published after the job's last piece has stopped, and only
+// then may the memory be used for something else. All methods may be called from any thread.
 class CopyEngine {
   public:
     static constexpr size_t kThreadsMax = 256;

@@ -235,9 +235,9 @@ void CopyEngine::work() noexcept {
         const JobRef job = queue_.front();
         lock.unlock();
         for (uint64_t piece; (piece = job->next_piece.fetch_add(1)) < job->pieces;) {
-            const CopyStatus status = job->run_piece(piece);
-            if (status != CopyStatus::kDone) {
-                drop_rest(job, status);
+            job->run_piece(piece);
+            if (job->fails) {
+                drop_rest(job, CopyStatus::kFailed);
             }
             settle(*job, 1);
         }
@@ -252,13 +252,9 @@ void CopyEngine::work() noexcept {
 void CopyEngine::drop_rest(const JobRef& job, CopyStatus status) {
     const uint64_t taken = std::min(job->next_piece.exchange(job->pieces), job->pieces);
     const uint64_t dropped = job->pieces - taken;
-    if (status == CopyStatus::kCancelled) {
-        CopyStatus done = CopyStatus::kDone;
-        if (dropped > 0) {
-            job->status.compare_exchange_strong(done, status);
-        }
-    } else if (status == CopyStatus::kChecksum || job->status != CopyStatus::kChecksum) {
-        job->status = status;
+    CopyStatus done = CopyStatus::kDone;
+    if (dropped > 0 || status == CopyStatus::kFailed) {
+        job->status.compare_exchange_strong(done, status);
     }
     if (dropped > 0) {
         settle(*job, dropped);

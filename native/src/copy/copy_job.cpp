@@ -1,5 +1,7 @@
 #include "copy_job.h"
 
+#include <numeric>
+#include <span>
 #include <utility>
 
 #include "kvferry/copy_kernel.h"
@@ -12,113 +14,102 @@ constexpr size_t kPieceBytesMax = size_t{2} << 20;
 constexpr size_t kStepBytes = 4096;
 constexpr size_t kAheadBytes = 2 * kStepBytes;
 
-// Walks over the bytes a piece will read, some KiB before they are read. Stays on its last run at
-// the end of the piece.
+// Goes over a piece by tiles of whole runs, a page or more of a payload, and within a tile over the
+// chunks in the order of their blocks: the tile's places in neighbouring blocks share page tables,
+// and at random places it is those that cost.
 template <CopyDirection direction>
-class Ahead {
+class Walk {
   public:
-    Ahead(const CopyRequest& request, size_t chunk, size_t chunks_end) noexcept
-        : request_(request), chunk_(chunk), chunks_end_(chunks_end) {
-        enter();
-        // A multiple of the step keeps this walk and the copy's at the same places in their runs.
-        const size_t step = std::min(left_, kStepBytes);
-        advance((kAheadBytes + step - 1) / step * step);
+    Walk(const CopyRequest& request, std::span<const uint32_t> chunks) noexcept
+        : request_(request), runs_(request.layout->runs()), chunks_(chunks) {
+        enter_tile();
+        enter_chunk();
     }
 
-    const std::byte* here() const noexcept { return here_; }
+    bool done() const noexcept { return run_ == runs_.size(); }
+    size_t chunk() const noexcept { return chunks_[at_]; }
+    size_t bytes() const noexcept { return std::min(left_, kStepBytes); }
+    const std::byte* src() const noexcept { return kGather ? paged_ : packed_; }
+    std::byte* dst() const noexcept { return kGather ? packed_ : paged_; }
 
-    void advance(size_t bytes) noexcept {
-        while (bytes >= left_) {
-            const size_t passed = left_;
-            if (!next()) {
-                return;
-            }
-            bytes -= passed;
+    // Past the end src() stays where it was: it is only a hint then.
+    void advance() noexcept {
+        const size_t step = bytes();
+        left_ -= step;
+        paged_ += step;
+        packed_ += step;
+        if (left_ > 0) {
+            return;
         }
-        here_ += bytes;
-        left_ -= bytes;
+        if (++run_ < tile_end_) {
+            enter_run();
+        } else if (++at_ < chunks_.size()) {
+            enter_chunk();
+        } else if (!done()) {
+            enter_tile();
+            enter_chunk();
+        }
     }
 
   private:
-    bool next() noexcept {
-        if (direction == CopyDirection::kGather && run_ + 1 < request_.layout->runs().size()) {
-            ++run_;
-        } else if (chunk_ + 1 < chunks_end_) {
-            ++chunk_;
-            run_ = 0;
-        } else {
-            return false;
+    static constexpr bool kGather = direction == CopyDirection::kGather;
+
+    void enter_tile() noexcept {
+        at_ = 0;
+        tile_at_ += tile_bytes_;
+        tile_bytes_ = 0;
+        for (tile_ = tile_end_; tile_end_ < runs_.size() && tile_bytes_ < kStepBytes; ++tile_end_) {
+            tile_bytes_ += static_cast<size_t>(runs_[tile_end_].length);
         }
-        enter();
-        return true;
     }
 
-    void enter() noexcept {
-        const Layout& layout = *request_.layout;
-        if constexpr (direction == CopyDirection::kGather) {
-            const Run& run = layout.runs()[run_];
-            here_ = layout.at(run, request_.blocks[chunk_]);
-            left_ = static_cast<size_t>(run.length);
-        } else {
-            here_ = request_.pool + request_.pool_offsets[chunk_];
-            left_ = layout.payload_bytes();
-        }
+    void enter_chunk() noexcept {
+        run_ = tile_;
+        packed_ = request_.pool + request_.pool_offsets[chunk()] + tile_at_;
+        enter_run();
+    }
+
+    void enter_run() noexcept {
+        paged_ = request_.layout->at(runs_[run_], request_.blocks[chunk()]);
+        left_ = static_cast<size_t>(runs_[run_].length);
     }
 
     const CopyRequest& request_;
-    size_t chunk_;
-    const size_t chunks_end_;
+    const std::span<const Run> runs_;
+    const std::span<const uint32_t> chunks_;
+    size_t tile_ = 0;  // runs [tile_, tile_end_)
+    size_t tile_end_ = 0;
+    size_t tile_at_ = 0;  // in the payload
+    size_t tile_bytes_ = 0;
+    size_t at_ = 0;
     size_t run_ = 0;
-    const std::byte* here_ = nullptr;
+    std::byte* paged_ = nullptr;
+    std::byte* packed_ = nullptr;
     size_t left_ = 0;
 };
 
+// `crcs` are of the job's chunks: seeds before, checksums after.
 template <CopyDirection direction, bool with_crc>
-uint32_t copy_chunk(const CopyRequest& request, const CopyKernel& kernel, size_t chunk,
-                    Ahead<direction>& ahead, uint32_t crc) noexcept {
-    const Layout& layout = *request.layout;
-    std::byte* packed = request.pool + request.pool_offsets[chunk];
-    for (const Run& run : layout.runs()) {
-        std::byte* paged = layout.at(run, request.blocks[chunk]);
-        for (auto left = static_cast<size_t>(run.length); left > 0;) {
-            const size_t step = std::min(left, kStepBytes);
-            std::byte* dst = direction == CopyDirection::kGather ? packed : paged;
-            const std::byte* src = direction == CopyDirection::kGather ? paged : packed;
-            if constexpr (with_crc) {
-                crc = kernel.copy_crc(dst, src, step, ahead.here(), crc);
-            } else {
-                kernel.copy(dst, src, step, ahead.here());
-            }
-            ahead.advance(step);
-            packed += step;
-            paged += step;
-            left -= step;
-        }
-    }
-    return crc;
-}
-
-// Returns the chunk that did not verify, or `end`.
-template <CopyDirection direction, bool with_crc>
-size_t copy_chunks(const CopyRequest& request, std::vector<uint32_t>& crcs, size_t begin,
-                   size_t end) noexcept {
+void copy_chunks(const CopyRequest& request, std::span<const uint32_t> chunks,
+                 std::vector<uint32_t>& crcs) noexcept {
     const CopyKernel& kernel = copy_kernels().front();
-    Ahead<direction> ahead(request, begin, end);
-    size_t chunk = begin;
-    for (; chunk < end; ++chunk) {
-        const uint32_t seed = request.seeds.empty() ? 0 : request.seeds[chunk];
-        const uint32_t crc = copy_chunk<direction, with_crc>(request, kernel, chunk, ahead, seed);
-        if constexpr (with_crc && direction == CopyDirection::kGather) {
-            crcs[chunk] = crc;
+    Walk<direction> here(request, chunks);
+    Walk<direction> ahead = here;
+    for (size_t fetched = 0; fetched < kAheadBytes && !ahead.done(); ahead.advance()) {
+        fetched += ahead.bytes();
+    }
+    for (; !here.done(); here.advance()) {
+        if constexpr (with_crc) {
+            uint32_t& crc = crcs[here.chunk()];
+            crc = kernel.copy_crc(here.dst(), here.src(), here.bytes(), ahead.src(), crc);
+        } else {
+            kernel.copy(here.dst(), here.src(), here.bytes(), ahead.src());
         }
-        if constexpr (with_crc && direction == CopyDirection::kScatter) {
-            if (crc != request.expected[chunk]) {
-                break;
-            }
+        if (!ahead.done()) {
+            ahead.advance();
         }
     }
     kernel.fence();
-    return chunk;
 }
 
 void lower(std::atomic<int64_t>& least, int64_t value) noexcept {
@@ -140,31 +131,47 @@ CopyJob::CopyJob(CopyRequest what, size_t threads, bool fails_)
     chunks_per_piece = std::max(size_t{1}, piece_bytes(chunks * payload, threads) / payload);
     pieces = (chunks + chunks_per_piece - 1) / chunks_per_piece;
     open_pieces = pieces;
-    if (request.crc && request.direction == CopyDirection::kGather) {
+    order.resize(chunks);
+    if (checked()) {
         crcs.resize(chunks);
     }
 }
 
-CopyStatus CopyJob::run_piece(uint64_t piece) noexcept {
+void CopyJob::sort_order() noexcept {
+    std::iota(order.begin(), order.end(), uint32_t{0});
+    std::sort(order.begin(), order.end(),
+              [this](uint32_t a, uint32_t b) { return request.blocks[a] < request.blocks[b]; });
+}
+
+void CopyJob::run_piece(uint64_t piece) noexcept {
     Clock::rep unset = 0;
     started.compare_exchange_strong(unset, Clock::now().time_since_epoch().count());
+    std::call_once(sorted, [this] { sort_order(); });
     const size_t begin = piece * chunks_per_piece;
-    const size_t end = std::min(begin + chunks_per_piece, request.blocks.size());
-    const bool gather = request.direction == CopyDirection::kGather;
-    // A scatter with nothing to compare with is copied plainly.
-    const bool checked = request.crc && (gather || !request.expected.empty());
-    const auto copy = gather ? (checked ? copy_chunks<CopyDirection::kGather, true>
-                                        : copy_chunks<CopyDirection::kGather, false>)
-                             : (checked ? copy_chunks<CopyDirection::kScatter, true>
-                                        : copy_chunks<CopyDirection::kScatter, false>);
-    const size_t stopped_at = copy(request, crcs, begin, end);
-    moved_bytes += (stopped_at - begin) * request.layout->payload_bytes();
-    stopped = Clock::now().time_since_epoch().count();
-    if (stopped_at < end) {
-        lower(bad_index, static_cast<int64_t>(stopped_at));
-        return CopyStatus::kChecksum;
+    const std::span<const uint32_t> chunks =
+        std::span(order).subspan(begin, std::min(chunks_per_piece, order.size() - begin));
+    if (checked() && !request.seeds.empty()) {
+        for (const uint32_t chunk : chunks) {
+            crcs[chunk] = request.seeds[chunk];
+        }
     }
-    return fails ? CopyStatus::kFailed : CopyStatus::kDone;
+    const auto copy = gather() ? (checked() ? copy_chunks<CopyDirection::kGather, true>
+                                            : copy_chunks<CopyDirection::kGather, false>)
+                               : (checked() ? copy_chunks<CopyDirection::kScatter, true>
+                                            : copy_chunks<CopyDirection::kScatter, false>);
+    copy(request, chunks, crcs);
+    size_t good = chunks.size();
+    if (!request.expected.empty()) {
+        for (const uint32_t chunk : chunks) {
+            if (crcs[chunk] != request.expected[chunk]) {
+                --good;
+                lower(bad_index, chunk);
+                status = CopyStatus::kChecksum;
+            }
+        }
+    }
+    moved_bytes += good * request.layout->payload_bytes();
+    stopped = Clock::now().time_since_epoch().count();
 }
 
 CopyCompletion CopyJob::completion() {
@@ -174,7 +181,9 @@ CopyCompletion CopyJob::completion() {
     result.moved_bytes = moved_bytes;
     result.seconds = std::chrono::duration<double>(Clock::duration(stopped - started)).count();
     result.bad_index = bad_index;
-    result.crcs = std::move(crcs);
+    if (gather()) {
+        result.crcs = std::move(crcs);
+    }
     return result;
 }
 

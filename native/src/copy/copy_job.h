@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "kvferry/copy_engine.h"
@@ -31,12 +32,22 @@ struct CopyJob {
     std::atomic<int64_t> bad_index{-1};
     std::atomic<Clock::rep> started{0};
     std::atomic<Clock::rep> stopped{0};
-    std::vector<uint32_t> crcs;  // one writer per element
+    std::vector<uint32_t> crcs;   // of `checked` jobs; one writer per element
+    std::vector<uint32_t> order;  // the chunks by block; sorted by the first piece
+    std::once_flag sorted;
 
-    // Copies the chunks of a piece. What does not end as kDone has stopped at its first bad chunk.
-    CopyStatus run_piece(uint64_t piece) noexcept;
+    bool gather() const noexcept { return request.direction == CopyDirection::kGather; }
+    // A scatter with nothing to compare with is copied plainly.
+    bool checked() const noexcept { return request.crc && (gather() || !request.expected.empty()); }
+
+    // Copies the chunks of a piece. A chunk that does not verify does not end the job: the first
+    // of all of them is reported, in whatever order they are copied.
+    void run_piece(uint64_t piece) noexcept;
 
     CopyCompletion completion();
+
+  private:
+    void sort_order() noexcept;
 };
 
 }  // namespace kvferry

@@ -143,8 +143,8 @@ class LoadWork:
     def _corrupt(self, bad: list[tuple[int, int]]) -> End:
         """Doom what was read from the first chunk whose bytes differ; before it all is good.
 
-        The copy stopped there: were the rest kept, unread, each further damage in it would cost
-        another failed load.
+        Only the first is named: were the rest kept, each further damage in it would cost another
+        failed load.
         """
         shorter = self._job.total_tokens
         for group_index, bad_index in bad:
