@@ -1,4 +1,6 @@
-// Key -> entry id: linear probing over 8-byte buckets, backward-shift deletion, batched lookups.
+// Key -> entry id: linear probing over 8-byte buckets from the start of a cache line,
+// backward-shift deletion, batched lookups. A line is compared at once; few are full, so few probes
+// read a second.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +17,7 @@ class Buckets {
         : buckets_(buckets), count_(count), entries_(entries) {}
 
     // Keys per group of find_group: enough cache misses in flight, few wasted behind a miss.
-    static constexpr size_t kGroup = 64;
+    static constexpr size_t kGroup = 256;
 
     // ids[i] = the entry under keys[i] in whatever state, or kNone. keys.size() <= kGroup.
     void find_group(KeyView keys, uint32_t* ids) const;
@@ -33,8 +35,11 @@ class Buckets {
     uint32_t id_at(uint64_t at) const { return buckets_[at].id_plus_one - 1; }  // kNone: empty
 
   private:
+    // The first bucket of a line.
     uint64_t home(const Key& key) const {
-        return static_cast<uint64_t>((static_cast<unsigned __int128>(key.high) * count_) >> 64);
+        const uint64_t lines = count_ / kLineBuckets;
+        return static_cast<uint64_t>((static_cast<unsigned __int128>(key.high) * lines) >> 64) *
+               kLineBuckets;
     }
     uint64_t after(uint64_t at) const { return at + 1 == count_ ? 0 : at + 1; }
     uint64_t distance(uint64_t from, uint64_t to) const {
@@ -48,6 +53,8 @@ class Buckets {
         }
         return at;
     }
+    // The same from the start of a line.
+    uint64_t scan_line(uint64_t at, uint32_t tag) const;
     uint32_t resolve(uint64_t at, const Key& key) const;
 
     Bucket* buckets_;

@@ -20,7 +20,7 @@
 
 namespace kvferry {
 
-inline constexpr uint32_t kFormatVersion = 1;
+inline constexpr uint32_t kFormatVersion = 2;
 inline constexpr std::array<char, 8> kMagic = {'K', 'V', 'F', 'E', 'R', 'R', 'Y', 'P'};
 inline constexpr size_t kPageBytes = 4096;
 inline constexpr size_t kArenaAlign = 2u << 20;  // whole huge pages where the kernel gives them
@@ -75,6 +75,7 @@ struct Bucket {
     uint32_t id_plus_one;  // 0 = empty
     uint32_t tag;
 };
+inline constexpr size_t kLineBuckets = 64 / sizeof(Bucket);  // of a cache line
 
 // At the end of every slot.
 struct Trailer {

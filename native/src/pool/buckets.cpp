@@ -1,31 +1,71 @@
-#include <cstring>
-
 #include "kvferry/pool_buckets.h"
 
-namespace kvferry {
+#include <bit>
+#include <cstring>
 
-// Three sweeps, so that the misses of a group overlap: fetch the buckets, pick a candidate by its
-// tag and fetch its entry, compare the keys.
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace kvferry {
+namespace {
+
+// Bit 2k: bucket k of the line is empty; bit 2k + 1: it has this tag.
+inline uint32_t compare_line(const Bucket* line, uint32_t tag) {
+#if defined(__SSE2__)
+    const __m128i wanted = _mm_set1_epi64x(static_cast<int64_t>(uint64_t{tag} << 32));
+    const auto* pairs = reinterpret_cast<const __m128i*>(line);
+    const auto compare = [&](size_t i) {
+        return _mm_cmpeq_epi32(_mm_load_si128(&pairs[i]), wanted);
+    };
+    return static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(
+        _mm_packs_epi32(compare(0), compare(1)), _mm_packs_epi32(compare(2), compare(3)))));
+#else
+    uint32_t found = 0;
+    for (size_t k = 0; k < kLineBuckets; ++k) {
+        found |= static_cast<uint32_t>(line[k].id_plus_one == 0) << (2 * k);
+        found |= static_cast<uint32_t>(line[k].tag == tag) << (2 * k + 1);
+    }
+    return found;
+#endif
+}
+
+}  // namespace
+
+uint64_t Buckets::scan_line(uint64_t at, uint32_t tag) const {
+    for (;;) {
+        if (const uint32_t found = compare_line(&buckets_[at], tag); found != 0) {
+            return at + static_cast<uint64_t>(std::countr_zero(found)) / 2;
+        }
+        at = after(at + kLineBuckets - 1);
+    }
+}
+
+// Three steps per key, a few keys apart, so that their cache misses overlap: fetch its line, pick a
+// candidate by its tag and fetch that entry, compare the keys.
 void Buckets::find_group(KeyView keys, uint32_t* ids) const {
+    constexpr size_t kApart = 16;
     uint64_t at[kGroup];
     const size_t n = keys.size();
-    for (size_t i = 0; i < n; ++i) {
-        at[i] = home(keys[i]);
-        __builtin_prefetch(&buckets_[at[i]]);
-    }
-    for (size_t i = 0; i < n; ++i) {
-        at[i] = scan(at[i], tag_of(keys[i]));
-        if (const uint32_t candidate = buckets_[at[i]].id_plus_one; candidate != 0) {
-            __builtin_prefetch(&entries_[candidate - 1]);
+    for (size_t i = 0; i < n + 2 * kApart; ++i) {
+        if (i < n) {
+            at[i] = home(keys[i]);
+            __builtin_prefetch(&buckets_[at[i]]);
         }
-    }
-    for (size_t i = 0; i < n; ++i) {
-        ids[i] = resolve(at[i], keys[i]);
+        if (const size_t k = i - kApart; k < n) {
+            at[k] = scan_line(at[k], tag_of(keys[k]));
+            if (const uint32_t candidate = buckets_[at[k]].id_plus_one; candidate != 0) {
+                __builtin_prefetch(&entries_[candidate - 1]);
+            }
+        }
+        if (const size_t k = i - 2 * kApart; k < n) {
+            ids[k] = resolve(at[k], keys[k]);
+        }
     }
 }
 
 uint32_t Buckets::find(const Key& key) const {
-    return resolve(scan(home(key), tag_of(key)), key);
+    return resolve(scan_line(home(key), tag_of(key)), key);
 }
 
 uint32_t Buckets::resolve(uint64_t at, const Key& key) const {

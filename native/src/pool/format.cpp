@@ -31,9 +31,10 @@ SegmentLayout plan_index(uint64_t slab_bytes, uint64_t keys_max) {
     SegmentLayout layout{};
     layout.slab_bytes = slab_bytes;
     layout.keys_max = keys_max;
-    layout.buckets = keys_max * 5 / 3 + 1;  // load at most 0.6 with every entry in use
+    // Load below 0.5 with every entry in use: then one line in fifty is full.
+    layout.buckets = round_up(2 * keys_max + 1, kLineBuckets);
     layout.buckets_at = kPageBytes;
-    layout.entries_at = round_up(layout.buckets_at + layout.buckets * sizeof(Bucket), 64);
+    layout.entries_at = layout.buckets_at + layout.buckets * sizeof(Bucket);
     layout.links_at = layout.entries_at + keys_max * sizeof(Entry);
     layout.arena_at = round_up(layout.links_at + keys_max * sizeof(Links), kArenaAlign);
     return layout;
