@@ -24,6 +24,7 @@ from structlog.typing import FilteringBoundLogger as Log
 from kvferry_sidecar import locks
 from kvferry_sidecar.config import Config, Loaded
 from kvferry_sidecar.desk import Desk, Parts
+from kvferry_sidecar.doctor import report
 from kvferry_sidecar.engines.host import HostCopyEngine
 from kvferry_sidecar.errors import ConfigError, ExitCode, HttpError
 from kvferry_sidecar.geometry.validate import validate_rank
@@ -87,6 +88,8 @@ class App:
         self._lines = lines
         self.epoch = secrets.randbits(64) or 1
         limits = config.limits
+        self._findings = report.examine(config)
+        report.tell(self._findings, logs.get_logger("doctor"))
         locks.prepare_run_dir(config.run_dir)
         stack.callback(locks.lock_run_dir(config.run_dir).release)
         stale = locks.remove_stale_sockets(config.run_dir)
@@ -146,6 +149,7 @@ class App:
         self._loop.watch(self._mailbox.fd, READ, self._mailbox.on_wake)
         stall_s_max = config.limits.loop_stall_ms_max / 1000
         self._window = Window(self._mailbox, lambda: self._loop.last_turn_at_s, stall_s_max)
+        self._window.doctor = lambda: report.examine(self._config)
         self._http = HttpServer(self._window, lambda: self._token, self._log)
         stack.callback(self._http.close)
         path = locks.http_path(config.run_dir)
@@ -184,6 +188,7 @@ class App:
             loaded=lambda: self._reloader.loaded,
             lines=self._lines,
             degraded=self._degraded,
+            findings=self._findings,
             drain=self._drain,
             reload=self._reloader.reload,
             log=self._log,

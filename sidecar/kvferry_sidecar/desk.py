@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ import msgspec
 from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.config import Loaded
+from kvferry_sidecar.doctor.finding import Finding
 from kvferry_sidecar.errors import RequestError
 from kvferry_sidecar.loop import Loop
 from kvferry_sidecar.observe import log as logs
@@ -24,6 +25,7 @@ from kvferry_sidecar.outcomes.records import Hot, Record
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.registry import Registry
+from kvferry_sidecar.stages.snapshot import PipelineSnapshot
 from kvferry_sidecar.stages.views import JobView, LeaseView
 from kvferry_sidecar.tiers.host import HostTier
 from kvferry_sidecar.transport import Transport
@@ -81,6 +83,7 @@ class Desk:
         loaded: Callable[[], Loaded],
         lines: logs.Lines,
         degraded: Mapping[str, str],
+        findings: Sequence[Finding],
         drain: Callable[[float], None],
         reload: Callable[[bool], dict[str, object]],
         log: Log,
@@ -90,10 +93,12 @@ class Desk:
         self._loaded = loaded
         self._lines = lines
         self._degraded = degraded
+        self._findings = tuple(findings)
         self._drain = drain
         self._reload = reload
         self._log = log
         self._started_s = time.time()
+        self._began_s = time.monotonic()
 
     # --- questions ----------------------------------------------------------------------------
 
@@ -108,7 +113,7 @@ class Desk:
             loop=view,
             taken_s=now_s,
             started_s=self._started_s,
-            degraded=dict(self._degraded),
+            findings=self._findings,
         )
 
     def status(self, now_s: float) -> bytes:
@@ -174,8 +179,8 @@ class Desk:
 
     # --- reading ------------------------------------------------------------------------------
 
-    def _document(self, snapshot: object, view: LoopView, now_s: float) -> Document:
-        return status.document(
+    def _document(self, snapshot: PipelineSnapshot, view: LoopView, now_s: float) -> Document:
+        document = status.document(
             self._epoch,
             self._parts.registry.sessions,
             snapshot,
@@ -183,6 +188,12 @@ class Desk:
             view,
             msgspec.to_builtins(self._loaded().config, enc_hook=str),
             now_s,
+        )
+        return msgspec.structs.replace(
+            document,
+            state=state_of(snapshot.draining, self._degraded),
+            uptime_s=now_s - self._began_s,
+            degraded=dict(self._degraded),
         )
 
     def _loop_view(self) -> LoopView:
@@ -199,6 +210,11 @@ class Desk:
             turn_seconds=stats.turn_seconds,
             message_seconds=parts.transport.seconds.reading(),
         )
+
+
+def state_of(draining: bool, degraded: Mapping[str, str]) -> str:
+    """Return the one word for a sidecar's state."""
+    return "draining" if draining else "degraded" if degraded else "ready"
 
 
 def parameters(name: str, body: bytes) -> msgspec.Struct:

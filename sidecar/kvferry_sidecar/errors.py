@@ -18,6 +18,7 @@ class ExitCode(enum.IntEnum):
     NO_SIDECAR = 3  # no sidecar answers in this run directory
     RUN_DIR = 4  # the run directory cannot be used, or another sidecar has it
     POOL = 5  # the pool segment cannot be made, or another sidecar has it
+    WARNED = 6  # doctor: it works, and something should be changed
 
 
 class KvferryError(Exception):

@@ -168,6 +168,24 @@ def lock_run_dir(run_dir: Path) -> FileLock:
         ) from error
 
 
+def sidecar_of(run_dir: Path) -> str:
+    """Say who serves a run directory, "" for nobody; takes no lock.
+
+    Its own file is never opened: closing it would drop this process's lock.
+    """
+    path = run_dir / LOCK_FILE
+    if held_by_this_process(path):
+        return "this process"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return ""
+    try:
+        return _read_holder(fd) if holder_pid(fd) is not None else ""
+    finally:
+        os.close(fd)
+
+
 def _lock_file(run_dir: Path, path: Path) -> FileLock:
     for _ in range(lock_attempts_max):
         if held_by_this_process(path):

@@ -1,4 +1,4 @@
-"""The command line: `kvferry serve | status | config | demo | version`."""
+"""The command line: `kvferry serve | status | explain | doctor | act | config | ...`."""
 
 from __future__ import annotations
 

@@ -33,11 +33,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_version("kvferry"), "-V", "--version", prog_name="kvferry")
 def kvferry() -> None:
     """Keep vLLM's KV cache across engines: one sidecar per node.
 
     Exit codes: 0 done; 1 it ran and failed; 2 flags, configuration or installation; 3 no sidecar
-    answers; 4 the run directory cannot be used; 5 the pool cannot be used.
+    answers; 4 the run directory cannot be used; 5 the pool cannot be used; 6 doctor: warnings.
     """
 
 
@@ -57,8 +58,15 @@ def serve(file: Path | None, assignments: tuple[str, ...], **values: object) -> 
 @options.config_file
 @options.setting_flags("run_dir")
 @click.option("--json", "as_json", is_flag=True, help="Print the document as JSON.")
-def status(file: Path | None, assignments: tuple[str, ...], as_json: bool, **values: object) -> int:
-    """Ask the running sidecar what it does: sessions, pool, jobs, leases, outcomes."""
+@click.option("--all", "everything", is_flag=True, help="Show everything that is counted.")
+def status(
+    file: Path | None,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    everything: bool,
+    **values: object,
+) -> int:
+    """Ask the running sidecar how it goes: engines, pool, hits and misses, jobs."""
     run_dir = options.load(file, values, assignments).config.run_dir
     body = query.ask_status(run_dir)
     if as_json:
@@ -74,13 +82,28 @@ def status(file: Path | None, assignments: tuple[str, ...], as_json: bool, **val
             f"the status document cannot be read: {error}",
             "use --json, or the kvferry command of the sidecar's own version",
         ) from error
-    render.console().print(render.status(document))
+    render.console().print(render.status(document, everything=everything))
     return ExitCode.OK
 
 
 kvferry.add_command(geometry)
 kvferry.add_command(operate.explain)
 kvferry.add_command(operate.act)
+
+
+@kvferry.command()
+@options.config_file
+@options.setting_flags()
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(file: Path | None, assignments: tuple[str, ...], as_json: bool, **values: object) -> int:
+    """Examine this machine, the configuration, and the engines of a running sidecar.
+
+    Give it the flags of `serve`. Exit codes: 0 nothing to change; 6 something should be changed;
+    1 something will not work.
+    """
+    from kvferry_sidecar.cli import examine  # noqa: PLC0415 - loads the native module
+
+    return examine.run(options.load(file, values, assignments).config, as_json)
 
 
 @kvferry.group("config")

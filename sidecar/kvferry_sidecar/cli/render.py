@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -23,13 +24,16 @@ def console() -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
-def status(document: Document) -> RenderableType:
-    """Return the whole status as tables."""
-    head = Text(
-        f"kvferry {document.kvferry}, epoch {document.epoch}, pid {document.pid}, "
-        f"{len(document.sessions)} session(s)"
-    )
-    parts: list[RenderableType] = [head]
+def status(document: Document, *, everything: bool = False) -> RenderableType:
+    """Return the status as tables; ``everything`` that is counted, or what tells how it goes."""
+    state = f"{document.state or 'serving'}, up {duration(document.uptime_s)}"
+    parts: list[RenderableType] = [
+        Text(
+            f"kvferry {document.kvferry} {state}, epoch {document.epoch}, pid {document.pid}, "
+            f"{len(document.sessions)} session(s)"
+        ),
+        *(Text(f"degraded: {text}", style="yellow") for text in document.degraded.values()),
+    ]
     if document.sessions_left_out:
         parts.append(Text(f"{document.sessions_left_out} sessions left out: too many to show"))
     if document.sessions:
@@ -39,8 +43,9 @@ def status(document: Document) -> RenderableType:
     if document.pool:
         parts.append(_pool(document.pool))
     if isinstance(document.pipeline, Mapping):
-        parts.extend(_pipeline(document.pipeline))
-    if isinstance(document.loop, Mapping):
+        parts.append(summary(document.pipeline))
+        parts.extend(_pipeline(document.pipeline, everything=everything))
+    if isinstance(document.loop, Mapping) and everything:
         parts.append(_tree("loop", document.loop))
     return Group(*parts)
 
@@ -55,7 +60,7 @@ def settings(loaded: Loaded) -> RenderableType:
 
 def _sessions(sessions: Iterable[SessionStatus]) -> Table:
     table = _table(
-        "sessions", "engine", "half", "state", "pid", "generation", "memory", "namespace"
+        "sessions", "engine", "model", "half", "state", "pid", "memory", "beat", "namespace"
     )
     for session in sessions:
         name = f"{session.engine_id}/{session.instance_id}"
@@ -63,15 +68,16 @@ def _sessions(sessions: Iterable[SessionStatus]) -> Table:
         for number, half in enumerate(session.halves):
             table.add_row(
                 name if number == 0 else "",
+                session.identity.get("model", "") if number == 0 else "",
                 half.role if half.rank < 0 else f"{half.role} {half.rank}",
                 _state(session, half),
                 str(half.pid),
-                str(half.generation),
                 size_text(half.memory_bytes) if half.memory_bytes else "-",
+                f"{half.beat_age_s:.1f} s ago",
                 session.namespace[:12] if number == 0 else "",
             )
         if missing:
-            table.add_row("", f"worker {', '.join(map(str, missing))}", "not attached")
+            table.add_row("", "", f"worker {', '.join(map(str, missing))}", "not attached")
     return table
 
 
@@ -95,7 +101,41 @@ def _pool(pool: PoolStatus) -> Table:
     return table
 
 
-def _pipeline(pipeline: Mapping[str, Any]) -> Iterator[RenderableType]:
+def summary(pipeline: Mapping[str, Any]) -> RenderableType:
+    """Return how lookups went: what was offered of what was wanted, and why not the rest."""
+    hit, missed = pipeline.get("hit_tokens", 0), pipeline.get("missed_tokens", 0)
+    journal = pipeline.get("journal") or {}
+    table = _table("lookups", "what", "tokens", "share", "requests")
+    wanted = hit + missed
+    rows = [
+        ("wanted beyond the engines' own", wanted, ""),
+        ("offered", hit, pipeline.get("hit_requests", 0)),
+        ("loaded", (journal.get("load_tokens") or {}).get("done", 0), ""),
+    ]
+    requests = journal.get("miss_requests") or {}
+    misses = (journal.get("miss_tokens") or {}).items()
+    rows += [
+        (f"missed: {reason}", tokens, requests.get(reason, 0))
+        for reason, tokens in sorted(misses, key=lambda one: -one[1])
+    ]
+    for what, tokens, count in rows:
+        share = f"{tokens / wanted:.0%}" if wanted else "-"
+        table.add_row(what, f"{tokens:,}", share, f"{count:,}" if count != "" else "")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people, in its two largest units."""
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (unit, size), (less, smaller) in itertools.pairwise(units):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {less}"
+    return f"{seconds:.0f} s"
+
+
+def _pipeline(pipeline: Mapping[str, Any], *, everything: bool) -> Iterator[RenderableType]:
     """Yield jobs by session, their ends by reason, then whatever else the snapshot counts."""
     rest = dict(pipeline)
     total, sessions = rest.pop("ledger", {}), rest.pop("sessions", {})
@@ -110,7 +150,8 @@ def _pipeline(pipeline: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield _tree("outcomes by reason", reasons)
     for violation in rest.pop("violations", ()):
         yield Text(f"violation: {violation}", style="red")
-    yield _tree("leases, lookups and outcomes", rest)
+    if everything:
+        yield _tree("leases, lookups and outcomes", rest)
 
 
 def _tree(title: str, tree: Mapping[str, object]) -> Table:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvferry_sidecar.doctor.finding import Finding
 from kvferry_sidecar.observe.status import Document
 from kvferry_sidecar.outcomes.histogram import HistogramReading
 from kvferry_sidecar.stages.snapshot import PipelineSnapshot
@@ -28,18 +28,11 @@ class LoopView:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """``taken_s``: monotonic; ``started_s``: seconds since 1970. ``degraded``: what is not well."""
+    """``taken_s``: monotonic; ``started_s``: seconds since 1970."""
 
     document: Document
     pipeline: PipelineSnapshot
     loop: LoopView
     taken_s: float
     started_s: float
-    degraded: Mapping[str, str]
-
-    @property
-    def state(self) -> str:
-        """One of "ready", "degraded" and "draining"."""
-        if self.pipeline.draining:
-            return "draining"
-        return "degraded" if self.degraded else "ready"
+    findings: tuple[Finding, ...] = ()  # of the doctor, at the start

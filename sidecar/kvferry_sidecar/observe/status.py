@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from kvferry_connector.wire.attach import attach_bytes_max
+from kvferry_connector.wire.attach import RegisterEngine, attach_bytes_max
 from kvferry_native import PoolStats
 
 from kvferry_sidecar.geometry.identity import nearest_namespace
@@ -55,6 +55,7 @@ class SessionStatus(msgspec.Struct, frozen=True):
     halves: list[HalfStatus]
     identity: dict[str, str]
     notes: list[str] = []
+    load_failure_policy: str = ""
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
@@ -86,6 +87,9 @@ class Document(msgspec.Struct, frozen=True):
     loop: Any
     config: Any
     sessions_left_out: int = 0  # the document was at its bound without them
+    state: str = ""  # ready, degraded or draining
+    uptime_s: float = 0.0
+    degraded: Mapping[str, str] = {}  # what is not well
 
 
 def document(  # noqa: PLR0917 - one caller; the order is the document's
@@ -165,6 +169,8 @@ def _session(session: Session, note: str | None, now_s: float) -> SessionStatus:
     groups = geometry.groups if geometry else ()
     facts = sorted(_identity(session).items())[:identity_facts_max]
     namespace = session.namespaces.get(session.version, b"")
+    engine = session.scheduler.registration if session.scheduler else None
+    policy = engine.load_failure_policy if isinstance(engine, RegisterEngine) else ""
     return SessionStatus(
         engine_id=bounded(session.key.engine_id),
         instance_id=bounded(session.key.instance_id),
@@ -176,6 +182,7 @@ def _session(session: Session, note: str | None, now_s: float) -> SessionStatus:
         halves=[_half(peer, now_s) for peer in halves],
         identity={bounded(name): bounded(value) for name, value in facts},
         notes=[note] if note else [],
+        load_failure_policy=policy,
     )
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvferry_connector.wire.version import PROTOCOL_MAX
 
+from kvferry_sidecar.doctor.finding import Verdict
 from kvferry_sidecar.observe.reading import Reading
 from kvferry_sidecar.outcomes.histogram import HistogramReading
 
@@ -122,7 +123,12 @@ def _limits(reading: Reading) -> dict[str, float]:
 
 
 def _state(reading: Reading) -> dict[str, float]:
-    return {name: reading.state == name for name in ("ready", "degraded", "draining")}
+    return {name: reading.document.state == name for name in ("ready", "degraded", "draining")}
+
+
+def _findings(reading: Reading) -> dict[str, float]:
+    found = [one.verdict for one in reading.findings]
+    return {str(verdict): found.count(verdict) for verdict in Verdict}
 
 
 def _named(readings: Mapping[str, HistogramReading]) -> Readings:
@@ -280,7 +286,13 @@ GAUGES = (
         "degraded",
         "1 for each thing that is not well.",
         ("what",),
-        _by(lambda r: dict.fromkeys(r.degraded, 1.0)),
+        _by(lambda r: dict.fromkeys(r.document.degraded, 1.0)),
+    ),
+    Row(
+        "doctor_findings",
+        "Lines of the doctor's report at the start, by verdict.",
+        ("verdict",),
+        _by(_findings),
     ),
     Row("sessions", "Engines attached.", ("state",), _by(_sessions)),
     Row("ranks", "Ranks of all engines.", ("state",), _by(_ranks)),

@@ -7,7 +7,10 @@ import shutil
 import subprocess
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+from kvferry_sidecar.desk import state_of
+from kvferry_sidecar.doctor.finding import ok
 from kvferry_sidecar.observe import metrics, status, table
 from kvferry_sidecar.observe.reading import LoopView, Reading
 from kvferry_sidecar.outcomes.histogram import Histogram
@@ -32,7 +35,9 @@ def reading(bed=None, **degraded):
         turns.reading(), {"Probe": turns.reading()},
     )  # fmt: skip
     document = status.document(5, [], snapshot, POOL, view, {}, bed.now_s)
-    return Reading(document, snapshot, view, bed.now_s, 1000.0, degraded)
+    state = state_of(draining=False, degraded=degraded)
+    document = msgspec.structs.replace(document, state=state, degraded=degraded)
+    return Reading(document, snapshot, view, bed.now_s, 1000.0, (ok("kernel", "fine"),))
 
 
 def busy_bed():
@@ -73,6 +78,7 @@ def test_every_number_comes_from_the_reading():
     assert found["kvferry_limit_hits_total", "router_hwm"] == 3
     assert found["kvferry_state", "degraded"] == 1
     assert found["kvferry_degraded", "disk"] == 1
+    assert found["kvferry_doctor_findings", "ok"] == 1
     assert found["kvferry_loop_turn_seconds_bucket", "0.001"] == 0
     assert found["kvferry_loop_turn_seconds_bucket", "+Inf"] == 1
     assert found["kvferry_loop_turn_seconds_sum",] == 0.5

@@ -154,7 +154,7 @@ def test_the_tables_show_it(monkeypatch):
     _, document = build([session(), absent], snapshot)
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
-    render.console().print(render.status(document))
+    render.console().print(render.status(document, everything=True))
     for words in ("engine/instance", "ready", "attached, disconnected", "worker 1", "not attached",
                   "256 MiB (25%)", "failed/checksum", "hit_tokens", "12,345", "jobs_open.load",
                   "violation: one job too many", "[red]two[/red]/instance",

@@ -62,7 +62,7 @@ def routes(window: Window) -> list[Route]:
 
 def readiness(reading: Reading) -> list[Check]:
     """Return what decides whether engines are served: all ranks of those that attached."""
-    checks = [Check("draining", not reading.pipeline.draining, reading.state)]
+    checks = [Check("draining", not reading.pipeline.draining, reading.document.state)]
     pool = reading.document.pool
     size = "none" if pool is None else f"{pool.total_bytes} bytes, {pool.ready} objects"
     checks.append(Check("pool", pool is not None, size))

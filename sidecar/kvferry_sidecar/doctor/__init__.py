@@ -1,0 +1,1 @@
+"""Preflight: what of this machine, this configuration and these engines will not work, and why."""
