@@ -6,10 +6,12 @@ that a test can abort a request exactly between two steps, and a request id is u
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -38,6 +40,7 @@ class _Live:
     local_tokens: int = 0
     hit_tokens: int = 0
     finish: str = ""
+    kv_digest: str = ""
     admissions: list[Admission] = field(default_factory=list)
 
 
@@ -77,6 +80,7 @@ class Driver:
         config = _engine_args(setup).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler = self._core.scheduler
+        self._kv_digests = setup.kv_digests
         self._live: dict[str, _Live] = {}
         self._ended: list[_Live] = []
         self._local_tokens: dict[str, int] = {}
@@ -165,10 +169,24 @@ class Driver:
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Damage blocks of the KV memory in all layers."""
-        runner = self._core.model_executor.driver_worker.worker.model_runner
-        for layer in runner.kv_caches:
+        for layer in self._layers():
             for block in blocks:
                 layer[block].zero_()
+
+    def _layers(self) -> list[Any]:
+        """Return the KV tensors, block first; of an engine whose worker is in this process."""
+        layers: list[Any] = self._core.model_executor.driver_worker.worker.model_runner.kv_caches
+        return layers
+
+    def _digest(self, request: Any) -> str:
+        """Return a digest of what the engine holds of a prompt (group 0), in chunk order."""
+        size = self._scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        state = hashlib.sha256()
+        for block in blocks[: (request.num_prompt_tokens - 1) // size]:
+            for layer in self._layers():
+                state.update(layer[block].contiguous().view(torch.uint8).numpy().tobytes())
+        return state.hexdigest()
 
     def running(self) -> list[Running]:
         """Return where each unfinished request stands."""
@@ -203,6 +221,8 @@ class Driver:
     def _note(self, live: _Live, output: Any, now_s: float) -> None:
         if output.new_token_ids and not live.output:
             live.ttft_ms = (now_s - live.arrived_s) * 1e3
+            if self._kv_digests:
+                live.kv_digest = self._digest(live.request)
         live.output.extend(output.new_token_ids)
         if output.prefill_stats is not None:
             live.local_tokens = output.prefill_stats.num_local_cached_tokens
@@ -261,4 +281,5 @@ def _result(live: _Live) -> Result:
         hit_tokens=live.hit_tokens,
         preemptions=live.request.num_preemptions,
         admissions=live.admissions,
+        kv_digest=live.kv_digest,
     )

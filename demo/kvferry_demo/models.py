@@ -18,11 +18,16 @@ Value = str | int | float | bool | None | list[str] | list[int] | Mapping[str, f
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """One model: what it stands for, its config.json, and overrides of vLLM's EngineArgs."""
+    """One model: what it stands for, its config.json, and overrides of vLLM's EngineArgs.
+
+    ``by_bytes``: its output depends on how a prompt is cut into steps, with or without a cache,
+    so what two engines hold of a prompt is compared as bytes instead.
+    """
 
     about: str
     config: Mapping[str, Value]
     engine: Mapping[str, Value] = field(default_factory=dict)
+    by_bytes: bool = False
 
 
 def _decoder(architecture: str, model_type: str, **own: Value) -> dict[str, Value]:
@@ -129,6 +134,34 @@ MODELS: Mapping[str, TinyModel] = {
             vocab_size_per_layer_input=VOCABULARY,
             tie_word_embeddings=True,
         ),
+    ),
+    "deepseek_v3": TinyModel(
+        about="one group of MLA, latent vectors in blocks of 16 tokens",
+        config=_decoder(
+            "DeepseekV3ForCausalLM",
+            "deepseek_v3",
+            num_hidden_layers=3,
+            num_key_value_heads=4,
+            kv_lora_rank=512,
+            q_lora_rank=64,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            first_k_dense_replace=1,
+            moe_layer_freq=1,
+            n_group=1,
+            topk_group=1,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            norm_topk_prob=True,
+            routed_scaling_factor=1.0,
+            num_nextn_predict_layers=0,
+        ),
+        by_bytes=True,
     ),
 }
 DEFAULT_MODEL = "llama"

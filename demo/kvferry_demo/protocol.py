@@ -11,7 +11,8 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to build the engine; written to a file whose path is the program's argument.
 
     ``run_dir`` empty: no connector at all. ``connector_extra`` is merged into the connector's
-    extra config, ``engine_args`` into vLLM's EngineArgs (last word).
+    extra config, ``engine_args`` into vLLM's EngineArgs (last word). ``kv_digests``: results say
+    what the engine held of each prompt.
     """
 
     model_dir: str
@@ -24,6 +25,7 @@ class EngineSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     module_path: str = "kvferry_connector"
     connector_extra: dict[str, Any] = {}
     engine_args: dict[str, Any] = {}
+    kv_digests: bool = False
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -121,7 +123,10 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One finished request. ``hit_tokens`` came from kvferry, ``local_tokens`` from vLLM itself."""
+    """One finished request. ``hit_tokens`` came from kvferry, ``local_tokens`` from vLLM itself.
+
+    ``kv_digest``: of the prompt's whole blocks below its last token, at the first output token.
+    """
 
     request: str
     prompt_tokens: int
@@ -132,6 +137,7 @@ class Result(msgspec.Struct, frozen=True):
     hit_tokens: int
     preemptions: int
     admissions: list[Admission]
+    kv_digest: str = ""
 
 
 class Running(msgspec.Struct, frozen=True):

@@ -28,7 +28,10 @@ OUTPUT_TOKENS = 16
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One prompt: what came from kvferry, how long to the first token, the same output?"""
+    """One prompt: what came from kvferry, how long to the first token, the same output?
+
+    Of a model that is compared by its bytes: the same KV, whatever the output.
+    """
 
     tokens: int
     hit_tokens: int
@@ -39,16 +42,18 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What ``--json`` writes."""
+    """What ``--json`` writes. ``compared``: what of the two engines is held against each other."""
 
     model: str
     prompts: list[Row]
+    compared: str = "outputs"
 
     def verdict(self) -> str:
         """Return "" when the demo did what it promises, else what is wrong."""
         differing = sum(not row.identical for row in self.prompts)
         if differing:
-            return f"{differing} of {len(self.prompts)} outputs differ from the first engine's"
+            whole = f"{len(self.prompts)} {self.compared}"
+            return f"{differing} of {whole} differ from the first engine's"
         if not any(row.hit_tokens for row in self.prompts):
             return "nothing hit: the second engine computed every prompt again"
         return ""
@@ -57,7 +62,8 @@ class Report(msgspec.Struct, frozen=True):
         """Return the good end in one line."""
         hits = sum(row.hit_tokens for row in self.prompts)
         tokens = sum(row.tokens for row in self.prompts)
-        return f"all {len(self.prompts)} outputs are identical; {hits:,} of {tokens:,} tokens hit"
+        whole = f"all {len(self.prompts)} {self.compared}"
+        return f"{whole} are identical; {hits:,} of {tokens:,} tokens hit"
 
 
 def run_demo(model: str = DEFAULT_MODEL, prompts: int = PROMPTS_MAX, json_file: str = "") -> int:
@@ -91,7 +97,10 @@ def _measure(model: str, model_dir: Path, prompts: list[Prompt], folder: Path) -
     # The default of 100 ms suits a server; a laptop that is busy otherwise should hit as well.
     patience = {"probe_ms_max": 2000}
     setup = protocol.EngineSetup(
-        model_dir=str(model_dir), run_dir=str(run_dir), connector_extra=patience
+        model_dir=str(model_dir),
+        run_dir=str(run_dir),
+        connector_extra=patience,
+        kv_digests=MODELS[model].by_bytes,
     )
     pool = new_pool_name("demo")
     log = folder / "sidecar.log"
@@ -109,11 +118,13 @@ def _measure(model: str, model_dir: Path, prompts: list[Prompt], folder: Path) -
             bytes=loaded_bytes,
             ttft_cold_ms=round(one.ttft_ms, 3),
             ttft_warm_ms=round(two.ttft_ms, 3),
-            identical=one.output == two.output,
+            identical=(
+                one.kv_digest == two.kv_digest if setup.kv_digests else one.output == two.output
+            ),
         )
         for (one, _), (two, loaded_bytes) in zip(cold, warm, strict=True)
     ]
-    return Report(model, rows)
+    return Report(model, rows, "KV prefixes" if setup.kv_digests else "outputs")
 
 
 def _engine_life(
@@ -142,7 +153,7 @@ def _engine_life(
 def _table(report: Report, prompts: list[Prompt]) -> str:
     lines = [
         f"{'prompt':<20} {'tokens':>7} {'hit tokens':>11} {'bytes':>12}"
-        f" {'cold ms':>9} {'warm ms':>9}  output"
+        f" {'cold ms':>9} {'warm ms':>9}  {report.compared}"
     ]
     for prompt, row in zip(prompts, report.prompts, strict=True):
         lines.append(
