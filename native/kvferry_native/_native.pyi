@@ -73,10 +73,11 @@ class Pool:
         """Mark the leading ready keys recently used, tail first: the head goes last."""
     def present(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
     def being_written(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
-    def lease(self, keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    def lease(self, keys: NDArray[np.uint8], use: bool = True) -> NDArray[np.uint32]:
         """Lease the leading ready keys; returns their entry ids (len <= n).
 
         Marks them recently used, tail first: within a prefix the tail is evicted before the head.
+        Without ``use`` they only cannot be evicted meanwhile: that is no sign of reuse.
         """
     def release(self, entries: NDArray[np.uint32]) -> None:
         """Undo one lease each; a doomed entry is freed with its last lease.

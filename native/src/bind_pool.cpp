@@ -91,8 +91,14 @@ class PyPool {
     std::unique_ptr<Pool> pool_;
 };
 
+constexpr size_t kUnlockBytes = 16u << 10;  // below, giving the GIL away costs more than it gives
+
 uint32_t py_crc32c(nb::handle data, uint32_t seed) {
     const ReadBuffer buffer(data);
+    if (buffer.size() < kUnlockBytes) {
+        return kvferry::crc32c(buffer.data(), buffer.size(), seed);
+    }
+    const nb::gil_scoped_release unlocked;  // threads verify what they read from slower tiers
     return kvferry::crc32c(buffer.data(), buffer.size(), seed);
 }
 
@@ -156,8 +162,8 @@ nb::bytes py_take_evicted(PyPool& self) {
     return nb::bytes(keys.data(), keys.size() * kvferry::kKeyBytes);
 }
 
-auto py_lease(PyPool& self, const Keys& keys) {
-    const std::vector<uint32_t> ids = self.get().lease(view(keys));
+auto py_lease(PyPool& self, const Keys& keys, bool use) {
+    const std::vector<uint32_t> ids = self.get().lease(view(keys), use);
     NewArray<uint32_t> out(ids.size());
     std::copy(ids.begin(), ids.end(), out.data());
     return out.take();
@@ -254,7 +260,7 @@ void call(PyPool& self, const Words& entries) {
 }
 
 void bind_changes(nb::class_<PyPool>& pool) {
-    pool.def("lease", &py_lease, "keys"_a.noconvert())
+    pool.def("lease", &py_lease, "keys"_a.noconvert(), "use"_a = true)
         .def("release", &call<&Pool::release>, "entries"_a.noconvert())
         .def("reserve", &py_reserve, "keys"_a.noconvert(), "payload_bytes"_a, "shards"_a)
         .def("set_crcs", &py_set_crcs, "entries"_a.noconvert(), "shard"_a, "crcs"_a.noconvert())

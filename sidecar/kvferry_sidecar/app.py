@@ -42,12 +42,15 @@ from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.sessions.registry import Registry
+from kvferry_sidecar.stages.stores import Tier
 from kvferry_sidecar.tiers.host import HostTier
 from kvferry_sidecar.tiers.segment import PoolSegment, open_pool
+from kvferry_sidecar.tiers.slow import SlowTiers
 from kvferry_sidecar.transport import Transport
 
 descriptors_min = 64  # sockets, the pool, threads' pipes, and some for attachments
 socket_check_s = 1.0  # how often the attach socket's file is looked at
+switch_interval_s = 0.0005  # how long a store's thread may keep the loop from running
 drain_grace_s = 1.0  # for the last outcomes to be taken after the pipeline ended its jobs
 
 
@@ -86,6 +89,7 @@ class App:
         self._reloader = Reloader(loaded, read, self._apply, self._degraded, log)
         self._log = log
         self._lines = lines
+        self._exit_code = ExitCode.OK
         self.epoch = secrets.randbits(64) or 1
         limits = config.limits
         self._findings = report.examine(config)
@@ -99,6 +103,7 @@ class App:
         self._open_http(stack)
         self._segment = self._open_pool(stack)
         self._pool = HostTier(self._segment.pool)
+        self._slow = self._open_slow_tiers(stack)
         self._copies = HostCopyEngine(
             threads=config.copy.threads,
             pool_address=self._pool.address,
@@ -107,15 +112,23 @@ class App:
         )
         stack.callback(self._copies.close)
         self._pipeline = Pipeline(
-            pool=self._pool, copies=self._copies, send=self._send, limits=limits, log=log
+            pool=self._pool,
+            copies=self._copies,
+            send=self._send,
+            limits=limits,
+            log=log,
+            tiers=[
+                Tier(t.name, t.source, t.runner, t.policy, reason=t.reason)
+                for t in self._slow.tiers
+            ],
         )
         self._loop.watch(self._copies.wake_fd(), READ, self._on_copies)
+        self._loop.watch(self._slow.wake_fd, READ, self._on_stores)
         self._build_sessions(stack)
         self._build_sockets(stack)
         self._build_desk()
         self._drain_until_s: float | None = None
         self._asked = False  # to end, by a signal
-        self._exit_code = ExitCode.OK
         self._socket_check_s = 0.0
         self._add_tickers()
         log.info(
@@ -214,6 +227,22 @@ class App:
         stack.callback(segment.close)
         return segment
 
+    def _open_slow_tiers(self, stack: contextlib.ExitStack) -> SlowTiers:
+        slow = SlowTiers(self._config, self._log)
+        if slow.tiers:
+            sys.setswitchinterval(switch_interval_s)
+
+        def close() -> None:
+            if not slow.close():
+                # A call hangs in a store and may still write to the pool: it stays mapped and
+                # locked until the process has ended.
+                self._log.warning("a call into a store hangs; ended without closing the pool")
+                self._lines.flush()
+                os._exit(self._exit_code)
+
+        stack.callback(close)
+        return slow
+
     def _build_sessions(self, stack: contextlib.ExitStack) -> None:
         limits = self._config.limits
         self._liveness = Liveness(self._loop, self._on_dead)
@@ -281,6 +310,10 @@ class App:
 
     def _on_copies(self, _events: int, now_s: float) -> None:
         self._pipeline.on_copies(now_s)
+
+    def _on_stores(self, _events: int, now_s: float) -> None:
+        self._slow.clear_wake()
+        self._pipeline.on_stores(now_s)
 
     def _on_error(self, error: BaseException, what: str) -> None:
         with contextlib.suppress(Exception):  # an error that cannot be told must not end the loop

@@ -30,6 +30,16 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     leases_max: int = 1 << 20  # leased pool entries of one session
     lease_idle_ms_max: int = 30_000  # a lease that no ask and no job confirms falls after this
 
+    # Slower tiers. Staging ends before the engine's own patience (probe_ms_max of the connector).
+    stage_ms_max: int = 60  # an ask waits at most this long for objects of slower tiers
+    stage_bytes_max: int = 1 << 30  # pool bytes being filled for asks, at most half the pool
+    stage_calls_max: int = 8  # calls in flight for one request
+    store_call_bytes_max: int = 8 << 20  # payload bytes of one call, at least one object
+    store_ms_max: int = 2_000  # a call that takes longer is abandoned; it keeps its memory
+    store_retry_ms: int = 250  # a tier that failed is tried again after this
+    abandoned_calls_max: int = 4  # abandoned calls that switch a tier off until they return
+    write_behind_max: int = 65_536  # objects of one tier that wait to be written
+
     # Jobs and outcomes.
     jobs_max: int = 4_096  # jobs in flight per session
     tombstones_max: int = 4_096  # refused job ids per half; then a watermark replaces them

@@ -1,6 +1,7 @@
 """The stages in order, on one page.
 
     probe     hashes -> keys -> hint                          stages/probes.py
+    stage     keys -> what slower tiers have -> the pool      stages/staging.py, stages/stores.py
     ask       keys -> hit -> lease -> answer                  stages/probes.py
     submit    job -> checks -> part of this rank              stages/jobs.py
       load      lease + tables -> extents (scatter, verified) stages/loads.py
@@ -9,6 +10,7 @@
     copy      extents -> copy engine -> result                stages/copying.py
     end       part -> outcome, kept until acknowledged        stages/jobs.py, stages/outbox.py
     settle    all ranks terminal -> commit, abort or release  stages/loads.py, stages/saves.py
+    behind    what was committed -> slower tiers              stages/behind.py
 
 Everything happens in the control loop's thread, at a time that is passed in, and leaves through
 one callable: the same code runs under a fake clock in tests/sim.
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvferry_connector.wire.attach import Heartbeat
 from kvferry_connector.wire.hot import (
@@ -43,13 +45,16 @@ from kvferry_sidecar.outcomes.tombstones import Tombstones
 from kvferry_sidecar.sessions.admissions import Admissions
 from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session
-from kvferry_sidecar.stages.core import Core, Log
+from kvferry_sidecar.stages.behind import WriteBehind
+from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.jobs import Jobs
 from kvferry_sidecar.stages.journal import Journal
+from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.parts import End
 from kvferry_sidecar.stages.probes import Probes
 from kvferry_sidecar.stages.snapshot import PipelineSnapshot
+from kvferry_sidecar.stages.stores import StoreDesk, Tier
 from kvferry_sidecar.stages.views import JobView, LeaseView, job_views, lease_views
 from kvferry_sidecar.tiers.host import HostTier
 
@@ -72,7 +77,9 @@ class Pipeline:
         limits: Limits,
         log: Log,
         namespace_of: Callable[[Session, bytes], bytes | None] = _known_namespace,
+        tiers: Sequence[Tier] = (),
     ) -> None:
+        self._stores = StoreDesk(tiers, limits, log)
         self._core = Core(
             pool=pool,
             copies=copies,
@@ -86,8 +93,9 @@ class Pipeline:
             admissions=Admissions(limits.admissions_max, limits.key_bytes_max),
             leases=LeaseTable(pool.release, limits.lease_idle_ms_max),
             journal=Journal(pool, limits),
+            behind=WriteBehind(pool, self._stores, limits),
         )
-        self._probes = Probes(self._core)
+        self._probes = Probes(self._core, self._stores)
         self._jobs = Jobs(self._core)
         self._sweep_at_s = 0.0
         self._drain_end_s = math.inf
@@ -169,8 +177,21 @@ class Pipeline:
         """The copy engine announced results."""
         self._jobs.desk.collect(now_s)
 
+    def on_stores(self, now_s: float) -> None:
+        """Calls into slower tiers have returned."""
+        self._stores.collect(now_s)
+
     def on_tick(self, now_s: float) -> float:
         """Read fences, and now and then the deadlines; returns seconds until wanted again."""
+        return min(self._jobs_tick(now_s), self._tiers_tick(now_s))
+
+    def _tiers_tick(self, now_s: float) -> float:
+        staging_s = self._probes.staging.tick(now_s)
+        self._core.behind.pump(now_s)
+        stores_s = self._stores.tick(now_s)
+        return stores_s if staging_s is None else min(staging_s, stores_s)
+
+    def _jobs_tick(self, now_s: float) -> float:
         self._jobs.desk.poll_fences(now_s)
         if now_s >= self._sweep_at_s:
             self._sweep(now_s)
@@ -213,8 +234,12 @@ class Pipeline:
             self._drain_end_s = now_s + self._core.limits.drain_ms_max / 1e3
 
     def drained(self) -> bool:
-        """Whether no job, no unacknowledged outcome and no promised load is left."""
-        return not self._anything_open()
+        """Whether no job, no unacknowledged outcome and no promised load is left.
+
+        Nor anything to be written to a tier that takes it; a call that hangs is not waited for.
+        """
+        below = self._core.behind.waiting() or self._stores.calls_in_time()
+        return not (self._anything_open() or self._probes.staging.held() or below)
 
     @property
     def records(self) -> Records:
@@ -245,6 +270,8 @@ class Pipeline:
             *core.ledger.integrity(self._jobs.open_parts().keys()),
             *core.admissions.check(),
             *self._jobs.desk.check(),
+            *self._stores.check(),
+            *self._probes.staging.check(),
             *core.pool.check(),
         ]
 
@@ -286,4 +313,6 @@ class Pipeline:
             stage_seconds=ledger.seconds.reading(),
             part_bytes=ledger.bytes.reading(),
             journal=core.journal.reading(),
+            tiers=self._stores.snapshots(),
+            staging=dict(self._probes.staging.counts),
         )

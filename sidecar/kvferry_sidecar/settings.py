@@ -13,7 +13,8 @@ import msgspec
 
 from kvferry_sidecar.errors import ConfigError
 
-may_be_empty = ("http.listen", "http.probes_listen", "http.token_file")  # "": off
+# "": off
+may_be_empty = ("http.listen", "http.probes_listen", "http.token_file", "tiers.disk.paths")
 _UNITS = {
     "": 1, "B": 1,
     "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
@@ -32,7 +33,7 @@ class Setting(NamedTuple):
 
 def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, Any]:
     """Return the dotted key of every leaf of nested structs with its type, in their order."""
-    hints = typing.get_type_hints(struct)
+    hints = typing.get_type_hints(struct, include_extras=True)
     found: dict[str, Any] = {}
     for field in struct.__struct_fields__:
         kind = hints[field]
@@ -81,9 +82,11 @@ def parse(key: str, kind: Any, one: Setting) -> object:
     """Return the value of a setting in its type. Raises ConfigError; never falls back.
 
     Text is read by type; any other value must have it. Sizes take a number of bytes or text such
-    as "8GiB". All numbers are positive.
+    as "8GiB". Numbers are positive unless the type says otherwise.
     """
-    base = typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    metadata = getattr(kind, "__metadata__", ())
+    base = typing.get_args(kind)[0] if metadata else kind
+    least = min((meta.ge for meta in metadata if meta.ge is not None), default=1)
     value = one.value
     if base is int and isinstance(value, str):
         value = _size(key, one, value) if is_size(key) else _integer(key, one, value)
@@ -99,8 +102,9 @@ def parse(key: str, kind: Any, one: Setting) -> object:
         raise _wrong(key, one, names[expected], f"write {names[expected]}")
     if value == "" and key not in may_be_empty:
         raise _wrong(key, one, "text", "give a value or leave it out")
-    if type(value) is int and value < 1:
-        raise _wrong(key, one, "at least 1", "give a positive number or leave it out")
+    if type(value) is int and value < min(least, 1):
+        positive = "a positive number" if least else "0 or more"
+        raise _wrong(key, one, f"at least {min(least, 1)}", f"give {positive} or leave it out")
     return value
 
 

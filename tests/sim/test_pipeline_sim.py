@@ -25,7 +25,11 @@ MUST_FIRE = {
     "refused/lease",
     "refused/jobs-max",
 }
-MUST_DECLINE = {"version", "absent", "leases-max"}
+MUST_DECLINE = {"version", "absent", "staging", "leases-max"}
+MUST_COUNT = {
+    *("get_objects", "put_objects", "put_dropped_full", "put_evicted_before"),
+    *("errors", "abandoned"),
+}
 
 
 def run(seed: int, steps: int, pool: object | None = None) -> World:
@@ -59,6 +63,9 @@ def test_what_the_simulation_must_reach_was_reached(worlds):
         assert sum(getattr(s, name) for s in snapshots) > 0, name
     assert sum(s.tombstone_collapses for s in snapshots) > 0
     assert sum(s.admissions_dropped for s in snapshots) > 0
+    counts = {name for s in snapshots for tier in s.tiers for name, n in tier.counts.items() if n}
+    assert counts >= MUST_COUNT, MUST_COUNT - counts
+    assert sum(s.staging.get("asks_held", 0) for s in snapshots) > 100
     for skip in ("stored", "being-written", "pool-full"):
         assert sum(s.skips.get(skip, 0) for s in snapshots) > 0, skip
 

@@ -59,11 +59,12 @@ class FakePool:
         for key in reversed(keys[: self.prefix(keys)]):
             self._touch(self._index[key.tobytes()])
 
-    def lease(self, keys: np.ndarray) -> np.ndarray:
+    def lease(self, keys: np.ndarray, use: bool = True) -> np.ndarray:
         ids = [self._index[key.tobytes()] for key in keys[: self.prefix(keys)]]
         for entry in ids:
             self._entries[entry].leases += 1
-            self._touch(entry)
+            if use:
+                self._touch(entry)
         return np.array(ids, dtype=np.uint32)
 
     def release(self, entries: np.ndarray) -> None:
@@ -168,6 +169,7 @@ class FakePool:
             doomed=states.count("doomed"),
             leased=sum(entry.leases > 0 for entry in self._entries.values()),
             evictions=self.evictions,
+            total_bytes=self._slots * self.slab_bytes,
         )
 
     def check(self) -> list[str]:

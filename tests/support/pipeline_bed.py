@@ -25,12 +25,15 @@ from kvferry_connector.wire.hot import (
     TableSlice,
 )
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET, NO_VERSION
+from kvferry_sidecar.config import Policy
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, RankGroup, Session, SessionKey
+from kvferry_sidecar.stages.stores import Tier
 from kvferry_sidecar.tiers.host import HostTier
 from support.fake_copies import FakeCopies, FakeLayout
 from support.fake_pool import FakePool
+from support.fake_tier import FakeTier
 
 BLOCK = 16
 HASH_BYTES = 32
@@ -160,13 +163,20 @@ class Bed:
     limits: Limits = field(default_factory=Limits)
     slots: int = 64
     now_s: float = 100.0
+    sources: Sequence[str] = ()  # of the slower tiers
+    policy: Policy = "all"
     sent: list[tuple[Peer, FromSidecar]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = FakePool(self.slots)
         self.copies = FakeCopies()
         self.log = NullLog()
+        self.slow = [
+            FakeTier(self.copies, self.pool.address, source=source) for source in self.sources
+        ]
+        self.tiers = [Tier(slow.name, slow.source, slow, self.policy) for slow in self.slow]
         self.pipeline = Pipeline(
+            tiers=self.tiers,
             pool=HostTier(self.pool),
             copies=self.copies,
             send=lambda peer, message: self.sent.append((peer, message)),
@@ -194,6 +204,14 @@ class Bed:
     def pass_s(self, seconds: float) -> float:
         self.now_s += seconds
         return self.pipeline.on_tick(self.now_s)
+
+    def run_stores(self) -> None:
+        """Let every call into a slower tier return, and those that follow from it."""
+        while any(slow.open for slow in self.slow):
+            for slow in self.slow:
+                slow.finish_all()
+            self.pipeline.on_stores(self.now_s)
+            self.pipeline.on_tick(self.now_s)
 
     def run_copies(self) -> None:
         self.copies.finish_all()

@@ -15,9 +15,12 @@ from kvferry_sidecar.engines.base import CopyStatus, Direction
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.sessions.model import Peer
+from kvferry_sidecar.stages.stores import Tier
 from kvferry_sidecar.tiers.host import HostTier
+from kvferry_sidecar.tiers.runner import Get, Put
 from support.fake_copies import FakeCopies, FakeLayout
 from support.fake_pool import FakePool
+from support.fake_tier import FakeTier
 from support.pipeline_bed import NullLog, value_of
 from support.sim_halves import PROMPTS, SimEngine
 
@@ -34,6 +37,14 @@ LIMITS = Limits(
     copy_ms_max=500,
     save_copies_max=3,
     ranks_wait_ms_max=500,
+    stage_ms_max=30,
+    stage_bytes_max=9 << 10,
+    stage_calls_max=2,
+    store_call_bytes_max=4 << 10,
+    store_ms_max=300,
+    store_retry_ms=50,
+    abandoned_calls_max=2,
+    write_behind_max=8,
 )
 SHAPES = [("a", 1, 2, 1), ("b", 1, 2, 1), ("c", 2, 1, 2)]  # name, model, ranks, groups
 
@@ -45,7 +56,12 @@ class World:
         self.copies = FakeCopies()
         self.pool = pool or FakePool(slots=24)
         self.log = NullLog()
+        self.slow = [
+            FakeTier(self.copies, self.pool.address, source=source, threads=2)
+            for source in ("disk", "external")
+        ]
         self.pipeline = Pipeline(
+            tiers=[Tier(slow.name, slow.source, slow, "all") for slow in self.slow],
             pool=HostTier(self.pool),
             copies=self.copies,
             send=self.send_down,
@@ -141,6 +157,10 @@ class World:
             self._finish_a_copy()
         if self.rng.random() < 0.7:
             self.pipeline.on_copies(self.now_s)
+        for slow in self.slow:
+            self._finish_a_call(slow)
+        if self.rng.random() < 0.7:
+            self.pipeline.on_stores(self.now_s)
         self.pipeline.on_tick(self.now_s)
         for live in self.engines.values():
             live.ask_for_jobs(self.now_s)
@@ -190,6 +210,15 @@ class World:
         late = CopyStatus.DONE if luck < 0.1 else CopyStatus.FAILED if luck < 0.13 else None
         self.copies.finish(ticket, late)
 
+    def _finish_a_call(self, slow: FakeTier) -> None:
+        luck = self.rng.random()
+        if luck < 0.002:
+            slow.answering = not slow.answering
+        elif luck < 0.003:
+            slow.stored.clear()
+        if slow.open and luck < 0.3:
+            slow.finish(self.rng.choice(list(slow.open)))
+
     def _corrupt(self) -> None:
         offset = self.rng.choice(list(self.copies.memory))
         self.copies.memory[offset] += 10**12
@@ -212,6 +241,10 @@ class World:
                 self.pipeline.on_beat(engine.scheduler, engine.beat(), self.now_s)
             self.copies.finish_all()
             self.pipeline.on_copies(self.now_s)
+            for slow in self.slow:
+                slow.answering = True
+                slow.finish_all()
+            self.pipeline.on_stores(self.now_s)
             self.pipeline.on_tick(self.now_s)
             self.check()
         assert self.pipeline.check() == []
@@ -241,6 +274,8 @@ class World:
             assert layout not in owned or blocks <= owned[layout], "a copy over freed blocks"
             if isinstance(self.pool, FakePool):
                 self._check_slots(copy)
+        for slow in self.slow if isinstance(self.pool, FakePool) else ():
+            self._check_calls(slow)
         if self.frames % 16 == 0:
             assert self.pipeline.check() == []
             self._check_visible()
@@ -254,6 +289,15 @@ class World:
                 assert entry.state == "writing"
             else:
                 assert entry.leases > 0
+
+    def _check_calls(self, slow: FakeTier) -> None:
+        """The same for calls into stores, however late they are."""
+        state = {e.slot: e for e in self.pool._entries.values()}
+        for call in slow.open.values():
+            for item in call.items if isinstance(call, Get | Put) else ():
+                entry = state[(item.address - self.pool.address) // self.pool.slab_bytes]
+                assert entry.key == item.key
+                assert entry.state == "writing" if isinstance(call, Get) else entry.leases > 0
 
     def _check_visible(self) -> None:
         """Invariant 3: a visible key has all its bytes, of every shard, of the right content."""

@@ -75,7 +75,8 @@ class Pool {
 
     // Leases the leading ready keys and returns their ids. An entry that has all the leases it can
     // count (65,535) ends the prefix.
-    std::vector<uint32_t> lease(KeyView keys);
+    // Without `use` it only keeps them from being evicted, and is no sign of reuse.
+    std::vector<uint32_t> lease(KeyView keys, bool use = true);
     // In the order of the prefix: later entries are evicted before earlier ones.
     void release(Ids ids);
 

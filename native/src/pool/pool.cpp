@@ -104,7 +104,7 @@ void Pool::which(KeyView keys, EntryState state, bool* out) const {
     }
 }
 
-std::vector<uint32_t> Pool::lease(KeyView keys) {
+std::vector<uint32_t> Pool::lease(KeyView keys, bool use) {
     std::vector<uint32_t> ids;
     ids.reserve(keys.size());
     find_ready_prefix(keys, &ids, nullptr);
@@ -117,9 +117,9 @@ std::vector<uint32_t> Pool::lease(KeyView keys) {
         leased_ += entry.leases == 0 ? 1 : 0;
         ++entry.leases;
         lists_.remove(ids[i]);
-        entry.flags |= kLeasedOnce;
+        entry.flags |= use ? kLeasedOnce : 0;
     }
-    for (size_t i = ids.size(); i-- > 0;) {
+    for (size_t i = use ? ids.size() : 0; i-- > 0;) {
         touch(entries_[ids[i]]);
     }
     return ids;
@@ -150,7 +150,8 @@ void Pool::release(Ids ids) {
             continue;
         }
         touch(entry);
-        lists_.push(id, kInProtected);
+        // Held for its own sake only (written to another tier), it is as cold as it was.
+        lists_.push(id, (entry.flags & kLeasedOnce) != 0 ? kInProtected : kInProbation);
     }
 }
 

@@ -21,6 +21,7 @@ class Reason(enum.StrEnum):
     BOUNDARY = "boundary"
     EAGLE = "eagle"
     NAMESPACE = "other-namespace"
+    STAGING = "staging"
     NOT_READY = "not-ready"
     DRAINING = "draining"
     VERSION = "version"
@@ -102,6 +103,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.NAMESPACE: Explanation(
         "the prompt is stored for an engine that differs, or before a reset of the cache",
         "start both engines alike where the named facts should agree",
+    ),
+    Reason.STAGING: Explanation(
+        "the rest of the prefix is in a slower tier and did not reach the pool in time",
+        "raise limits.stage_ms_max, and above it probe_ms_max of the connector",
     ),
     Reason.NOT_READY: Explanation(
         "not every local rank of the engine is registered at this epoch",

@@ -46,6 +46,10 @@ class Book:
     admissions: dict[int, Admission] = field(default_factory=dict)
 
 
+def _nobody(_life: bytes, _number: int) -> None:
+    """Nobody wants to know."""
+
+
 class Admissions:
     """Books by life, bounded in admissions per book and in key bytes over all."""
 
@@ -55,6 +59,7 @@ class Admissions:
         self._books: dict[bytes, Book] = {}
         self.key_bytes = 0
         self.dropped = 0
+        self.on_drop: Callable[[bytes, int], None] = _nobody  # (life, number) is forgotten
 
     def book(self, life: bytes, session: SessionKey, generation: int) -> Book:
         """Return the book of this life, opening it at its first probe."""
@@ -112,12 +117,15 @@ class Admissions:
         admission = book.admissions.pop(number, None) if book else None
         if admission is not None:
             self.key_bytes -= admission.key_bytes()
+            self.on_drop(life, number)
 
     def drop_generation(self, generation: int) -> None:
         """The scheduler half is gone: forget all of it."""
         for life in [life for life, b in self._books.items() if b.generation == generation]:
             book = self._books.pop(life)
             self.key_bytes -= sum(a.key_bytes() for a in book.admissions.values())
+            for number in book.admissions:
+                self.on_drop(life, number)
 
     def count(self) -> int:
         """Admissions of all engines."""

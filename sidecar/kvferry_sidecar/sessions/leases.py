@@ -49,6 +49,7 @@ class Lease:
     groups: tuple[LeasedGroup, ...]
     seq: int
     touched_s: float
+    sources: dict[str, int]  # tokens by the tier that supplied them
     job: int | None = None
     spoiled: bool = False  # an entry of it was doomed before a job owned it
 

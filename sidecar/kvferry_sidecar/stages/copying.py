@@ -15,7 +15,7 @@ from kvferry_connector.wire.hot import JobStatusName
 from kvferry_sidecar.engines.base import CopyEngine
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.outcomes.reasons import Reason
-from kvferry_sidecar.stages.core import Log
+from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.stages.parts import End, Part, PartState, PlannedCopy
 
 _impatient_s = 0.02  # after this a fence is polled less often: the engine is between steps

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvferry_connector.wire.hot import Error, FromSidecar
 
@@ -17,26 +16,12 @@ from kvferry_sidecar.outcomes.tombstones import Tombstones
 from kvferry_sidecar.sessions.admissions import Admissions
 from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session, SessionKey
+from kvferry_sidecar.stages.behind import WriteBehind
 from kvferry_sidecar.stages.journal import Journal
+from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.shape import SessionShape, session_shape
 from kvferry_sidecar.tiers.host import HostTier
-
-
-class Log(Protocol):
-    """The part of a structlog logger that is used here."""
-
-    def debug(self, event: str, **facts: object) -> object:
-        """Of interest while searching a fault."""
-
-    def info(self, event: str, **facts: object) -> object:
-        """Of interest always."""
-
-    def warning(self, event: str, **facts: object) -> object:
-        """Something was declined or failed."""
-
-    def error(self, event: str, **facts: object) -> object:
-        """A bug."""
 
 
 @dataclass(slots=True)
@@ -55,6 +40,7 @@ class Core:
     admissions: Admissions
     leases: LeaseTable
     journal: Journal
+    behind: WriteBehind
     draining: bool = False
     declines: Counter[Reason] = field(default_factory=Counter)
     skips: Counter[Reason] = field(default_factory=Counter)

@@ -18,6 +18,7 @@ from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.extents import rank_extents
 from kvferry_sidecar.stages.hits import stored_hit
+from kvferry_sidecar.stages.looks import form_of
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
 
@@ -136,9 +137,16 @@ class LoadWork:
             return self._failed(Reason.COPY_FAILED)
         return part.stop
 
-    def settle(self, run: JobRun) -> None:  # noqa: ARG002 - the same for every end of a load
+    def settle(self, run: JobRun) -> None:
         """All ranks are terminal: nobody reads the entries for this job any more."""
         self._core.leases.drop(self._lease)
+        admission = self._core.admissions.get(run.session.life, self._job.admission)
+        if admission is None or admission.version != self._job.version or not run.all_done():
+            return
+        for load, keys in zip(self._groups, admission.keys, strict=True):
+            if len(load.chunks) and load.chunks[-1] < len(keys):
+                used = np.ascontiguousarray(keys[load.chunks])
+                self._core.behind.reused(used, form_of(load.shape.stripe))
 
     def _corrupt(self, bad: list[tuple[int, int]]) -> End:
         """Doom what was read from the first chunk whose bytes differ; before it all is good.

@@ -19,13 +19,14 @@ from kvferry_sidecar.plan.chunk_keys import new_keys
 from kvferry_sidecar.sessions.admissions import Admission, Keys
 from kvferry_sidecar.sessions.leases import Lease, LeasedGroup, LeaseKey
 from kvferry_sidecar.sessions.model import Peer, Session
+from kvferry_sidecar.stages import looks
 from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.frames import frame_fault
 from kvferry_sidecar.stages.hits import refresh, stored_hit
 from kvferry_sidecar.stages.journal import longest_tokens
 from kvferry_sidecar.stages.shape import SessionShape
-
-TIER = "host"
-_hash_bytes_max = 64
+from kvferry_sidecar.stages.staging import Staging
+from kvferry_sidecar.stages.stores import StoreDesk
 
 
 @dataclass(slots=True)
@@ -48,14 +49,16 @@ class LookupCounters:
 class Probes:
     """Admissions and leases of scheduler halves."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, desk: StoreDesk) -> None:
         self._core = core
+        self.staging = Staging(core, desk, self._answer_late)
+        core.admissions.on_drop = self.staging.forget
         self.counters = LookupCounters()
 
     def on_probe(self, peer: Peer, probe: Probe, raw: list[bytes], now_s: float) -> None:
         """Learn the keys of a request (or of its new hashes), then push the unleased hint."""
         self.counters.probes += 1
-        fault = _frame_fault(probe, raw)
+        fault = frame_fault(probe, raw)
         if fault is not None:
             decline = Decline(Reason.FRAMES, fault)
             self._core.refuse_frame(peer, decline, admission=probe.admission)
@@ -72,10 +75,14 @@ class Probes:
             self._core.send(peer, Hint(probe.admission, 0, probe.total))
             return
         shape, admission = found
-        hit_tokens = self._hit(shape, admission, admission.num_tokens)
-        admission.hint_tokens = hit_tokens
-        self._core.send(peer, Hint(probe.admission, hit_tokens, probe.total))
-        self._core.journal.hinted(peer, probe, raw[0], found, now_s)
+
+        def hint(hit_tokens: int, at_s: float) -> None:
+            admission.hint_tokens = hit_tokens
+            self._core.send(peer, Hint(probe.admission, hit_tokens, probe.total))
+            self._core.journal.hinted(peer, probe, raw[0], found, at_s)
+
+        if not self.staging.begin(peer, shape, admission, hint, now_s):
+            hint(self._hit(shape, admission, admission.num_tokens), now_s)
 
     def on_ask(self, peer: Peer, ask: Ask, now_s: float) -> None:
         """Take or confirm the lease of an admission and answer how far it goes."""
@@ -87,7 +94,8 @@ class Probes:
         answer = self._answer(peer, ask, now_s)
         if isinstance(answer, NeedFull):
             self.counters.need_full += 1
-        self._core.send(peer, answer)
+        if answer is not None:
+            self._core.send(peer, answer)
 
     def on_release(self, peer: Peer, release: Release, now_s: float) -> None:
         """Forget admissions; a lease that a job owns stays with the job."""
@@ -199,7 +207,16 @@ class Probes:
 
     # --- ask --------------------------------------------------------------------------------
 
-    def _answer(self, peer: Peer, ask: Ask, now_s: float) -> Answer | NeedFull:
+    def _answer_late(self, peer: Peer, ask: Ask, now_s: float) -> None:
+        """Staging has waited long enough: answer with what is in the pool."""
+        answer = self._answer(peer, ask, now_s, wait=False)
+        if answer is not None:
+            self._core.send(peer, answer)
+
+    def _answer(
+        self, peer: Peer, ask: Ask, now_s: float, *, wait: bool = True
+    ) -> Answer | NeedFull | None:
+        """Return the answer; None when staging will answer later."""
         session = peer.session
         key = LeaseKey(session.life, ask.admission)
         closed = self._closed(session)
@@ -226,6 +243,9 @@ class Probes:
                 self._core.leases.confirm(lease, ask.seq, now_s)
                 return self._leased(ask, lease)
             self._core.leases.drop(lease)
+        look = self.staging.look(key)
+        if look is not None and wait and self.staging.hold(look, peer, ask, now_s):
+            return None
         return self._fresh_answer(peer, shape, admission, ask, now_s)
 
     def _fresh_answer(
@@ -250,6 +270,7 @@ class Probes:
                 groups=tuple(taken),
                 seq=ask.seq,
                 touched_s=now_s,
+                sources=self._sources(peer.session, ask, hit_tokens),
             )
             self._core.leases.add(lease)
             admission.leased = True
@@ -258,7 +279,7 @@ class Probes:
             self._core.declines[taken] += 1
             answer = Answer(ask.admission, ask.seq, ask.local_tokens, {}, taken)
         else:
-            reason = Reason.ABSENT if hit_tokens < ask.max_tokens else Reason.NONE
+            reason = self._shortfall(LeaseKey(peer.session.life, ask.admission), ask, hit_tokens)
             answer = Answer(ask.admission, ask.seq, hit_tokens, {}, reason)
         self._count(peer.session, shape, admission, ask, answer, now_s=now_s)
         return answer
@@ -290,9 +311,22 @@ class Probes:
         return taken
 
     def _leased(self, ask: Ask, lease: Lease) -> Answer:
-        reason = Reason.ABSENT if lease.total_tokens < ask.max_tokens else Reason.NONE
-        sources = {TIER: lease.total_tokens - lease.local_tokens}
-        return Answer(ask.admission, ask.seq, lease.total_tokens, sources, reason)
+        reason = self._shortfall(lease.key, ask, lease.total_tokens)
+        return Answer(ask.admission, ask.seq, lease.total_tokens, lease.sources, reason)
+
+    def _sources(self, session: Session, ask: Ask, total_tokens: int) -> dict[str, int]:
+        look = self.staging.look(LeaseKey(session.life, ask.admission))
+        if look is None:
+            return {"host": total_tokens - ask.local_tokens}
+        return looks.sources(look, ask.local_tokens, total_tokens)
+
+    def _shortfall(self, key: LeaseKey, ask: Ask, hit_tokens: int) -> Reason:
+        """Why the answer is no longer than it is."""
+        if hit_tokens >= ask.max_tokens:
+            return Reason.NONE
+        look = self.staging.look(key)
+        late = look is not None and not look.settled()
+        return Reason.STAGING if late else Reason.ABSENT
 
     def _nothing(self, peer: Peer, ask: Ask, reason: Reason, now_s: float) -> Answer:
         """Answer 0: the half counts on nothing after it, so an unowned lease falls."""
@@ -339,8 +373,8 @@ class Probes:
         self.counters.missed_requests += 0 if hit_tokens else 1
         self.counters.hit_tokens += hit_tokens
         self.counters.missed_tokens += max(0, ask.max_tokens - reached)
-        if answer.reason == Reason.ABSENT:
-            self._core.declines[Reason.ABSENT] += 1
+        if answer.reason in (Reason.ABSENT, Reason.STAGING):
+            self._core.declines[Reason(answer.reason)] += 1
 
 
 def _rows(keys: Keys, chunks: NDArray[np.int64]) -> Keys:
@@ -348,23 +382,6 @@ def _rows(keys: Keys, chunks: NDArray[np.int64]) -> Keys:
     if len(chunks) and chunks[-1] - chunks[0] + 1 == len(chunks):
         return keys[int(chunks[0]) : int(chunks[-1]) + 1]
     return keys[chunks]
-
-
-def _frame_fault(probe: Probe, raw: list[bytes]) -> str | None:
-    """Return why body and raw frame do not belong together, or None."""
-    if len(raw) != 1:
-        return f"a probe has 1 raw frame, {len(raw)} came"
-    if not 1 <= probe.hash_bytes <= _hash_bytes_max:
-        return f"hash_bytes {probe.hash_bytes} is not in 1..{_hash_bytes_max}"
-    if not 0 <= probe.start <= probe.total:
-        return f"hashes {probe.start}..{probe.total} are no range"
-    predecessor_bytes = probe.hash_bytes if probe.start else 0
-    if len(probe.predecessor) != predecessor_bytes:  # it is kept: never more than a hash
-        return f"a predecessor of {len(probe.predecessor)} bytes; it has {predecessor_bytes}"
-    expected = (probe.total - probe.start) * probe.hash_bytes
-    if len(raw[0]) != expected:
-        return f"{len(raw[0])} bytes of hashes came, {expected} were announced"
-    return None
 
 
 def _same_prefix(known: Admission, fresh: Admission) -> bool:

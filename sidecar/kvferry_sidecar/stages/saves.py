@@ -22,6 +22,7 @@ from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.extents import rank_extents
 from kvferry_sidecar.stages.hits import refresh
+from kvferry_sidecar.stages.looks import form_of
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
 
@@ -39,6 +40,7 @@ class _GroupPlan:
 @dataclass(frozen=True, slots=True)
 class _GroupSave:
     shape: GroupShape
+    keys: NDArray[np.uint8]
     entries: NDArray[np.uint32]
     blocks: NDArray[np.int32]
     offsets: NDArray[np.uint64]  # of the whole stripes; a rank adds that of its shard
@@ -123,6 +125,7 @@ class SaveWork:
                 continue
             if whole:
                 self._core.pool.commit(save.entries)
+                self._core.behind.entered(save.keys, form_of(save.shape.stripe))
             else:
                 self._core.pool.abort(save.entries)
         # The chunks before these were used too, by the engine itself: were they left to grow
@@ -243,13 +246,14 @@ def _reserve(core: Core, plan: _GroupPlan) -> _GroupSave:
     pool = core.pool
     if not len(plan.keys):
         none = np.empty(0, np.uint32)
-        return _GroupSave(plan.shape, none, plan.blocks, np.empty(0, np.uint64), none)
+        return _GroupSave(plan.shape, plan.keys, none, plan.blocks, np.empty(0, np.uint64), none)
     taken = pool.reserve(plan.keys, stripe.payload_bytes, stripe.shard_count)
     core.skips[Reason.STORED] += taken.stored
     core.skips[Reason.BEING_WRITTEN] += taken.being_written
     core.skips[Reason.POOL_FULL] += taken.full
     return _GroupSave(
         plan.shape,
+        np.ascontiguousarray(plan.keys[taken.index]),
         taken.entries,
         plan.blocks[taken.index],
         pool.payload_offsets(taken.entries),

@@ -6,6 +6,7 @@ import msgspec
 
 from kvferry_sidecar.outcomes.histogram import HistogramReading
 from kvferry_sidecar.outcomes.ledger import Totals
+from kvferry_sidecar.stages.stores import TierSnapshot
 
 
 class JournalReading(msgspec.Struct, frozen=True):
@@ -60,3 +61,5 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
     stage_seconds: dict[str, HistogramReading]  # by "kind/stage"
     part_bytes: dict[str, HistogramReading]  # by kind
     journal: JournalReading
+    tiers: list[TierSnapshot] = []  # slower ones, in the order they are asked
+    staging: dict[str, int] = {}  # asks that waited for slower tiers, and bounds that were hit

@@ -55,9 +55,12 @@ class HostTier:
         """Mark the leading ready keys recently used, the head of the prefix last."""
         self._pool.refresh(keys)
 
-    def lease(self, keys: Keys) -> Entries:
-        """Lease the leading ready keys; no longer than ``keys``."""
-        return self._pool.lease(keys)
+    def lease(self, keys: Keys, *, use: bool = True) -> Entries:
+        """Lease the leading ready keys; no longer than ``keys``.
+
+        Without ``use`` they are only kept from eviction, which is no sign of reuse.
+        """
+        return self._pool.lease(keys) if use else self._pool.lease(keys, use=False)
 
     def release(self, entries: Entries) -> None:
         """Undo one lease of each."""

@@ -102,6 +102,20 @@ def test_reserve_answers(pool: Pool) -> None:
     assert pool.check() == []
 
 
+def test_a_lease_without_use_is_no_reuse(pool: Pool) -> None:
+    put(pool, 1, 2, 3)
+    pool.release(pool.lease(keys_of(1)))
+    pool.release(pool.lease(keys_of(2), use=False))
+    held = pool.lease(keys_of(3), use=False)
+    [put(pool, number) for number in range(10, 60)]
+    assert pool.present(keys_of(1, 2, 3)).tolist() == [True, False, True]
+    assert pool.stats().dropped_before_reuse == pool.stats().evictions
+    pool.release(held)
+    [put(pool, number) for number in range(60, 110)]
+    assert pool.present(keys_of(1, 3)).tolist() == [True, False]
+    assert pool.check() == []
+
+
 def test_seeds_follow_the_key(pool: Pool) -> None:
     seeds = pool.seeds(ids_of(pool.reserve(keys_of(1, 2), PAYLOAD, 1)))
     assert seeds[0] != seeds[1]

@@ -1,0 +1,144 @@
+"""Write-behind: what entered the pool is written on to slower tiers, when they have time for it.
+
+A save ends with the pool; nothing waits for a slower tier. Waiting objects are known by their
+keys alone and may be evicted meanwhile; they are leased only while a put reads them. The queue of
+a tier is bounded: over the bound its oldest entry, the coldest, is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.sessions.admissions import Keys
+from kvferry_sidecar.stages.stores import StoreDesk, Tier, TierState
+from kvferry_sidecar.tiers.host import HostTier
+from kvferry_sidecar.tiers.runner import CallResult, Put
+from kvferry_sidecar.tiers.store import Form, Item
+
+Waiting = deque[tuple[bytes, Form]]
+
+
+class WriteBehind:
+    """Queues by tier. Owned by the control loop."""
+
+    def __init__(self, pool: HostTier, desk: StoreDesk, limits: Limits) -> None:
+        self._pool = pool
+        self._desk = desk
+        self._limits = limits
+        self._queues: dict[Tier, Waiting] = {
+            tier: deque() for tier in desk.tiers if tier.policy != "none"
+        }
+        self._disks = [tier for tier in desk.tiers if tier.source == "disk"]
+        self._putting: Counter[Tier] = Counter()
+
+    def entered(self, keys: Keys, form: Form, origin: Tier | None = None) -> None:
+        """Objects were committed to the pool: by a save, or fetched from ``origin``."""
+        self._offer(keys, form, "all", origin)
+
+    def reused(self, keys: Keys, form: Form) -> None:
+        """Objects of the pool were loaded by an engine."""
+        self._offer(keys, form, "reused", None)
+
+    def pump(self, now_s: float) -> None:
+        """Start the puts that there is room for."""
+        for tier, queue in self._queues.items():
+            if tier.state is TierState.OFF and queue:
+                self._drop(tier, len(queue), "put_dropped_off")
+            room = max(1, tier.runner.threads - 1) if tier.runner is not None else 0
+            while queue and tier.on and self._putting[tier] < room:
+                self._start(tier, queue, now_s)
+
+    def waiting(self) -> int:
+        """Objects that are still to be written, to tiers that can take them."""
+        return sum(len(queue) for tier, queue in self._queues.items() if tier.on)
+
+    def _offer(self, keys: Keys, form: Form, policy: str, origin: Tier | None) -> None:
+        for tier, queue in self._queues.items():
+            if tier.policy != policy or tier is origin or tier.state is TierState.OFF:
+                continue
+            assert tier.runner is not None, "a tier that is not off has a runner"
+            if form.payload_bytes > tier.runner.value_bytes_max:
+                tier.counts["put_too_large"] += len(keys)
+                continue
+            names = split(keys)
+            if tier.source == "disk":
+                names = [name for name in names if self._disk_of(name) is tier]
+            queue.extend((name, form) for name in names)
+            self._drop(tier, len(queue) - self._limits.write_behind_max, "put_dropped_full")
+
+    def _disk_of(self, key: bytes) -> Tier:
+        """Return the path that takes this key: they share what is written, also after one fails."""
+        disks = [tier for tier in self._disks if tier.state is not TierState.OFF]
+        return disks[key[0] % len(disks)]
+
+    def _drop(self, tier: Tier, count: int, why: str) -> None:
+        queue = self._queues[tier]
+        for _ in range(count):
+            queue.popleft()
+        if count > 0:
+            tier.counts[why] += count
+
+    def _start(self, tier: Tier, queue: Waiting, now_s: float) -> None:
+        names, form = self._take(tier, queue)
+        keys = np.frombuffer(b"".join(names), np.uint8).reshape(-1, 16)
+        keys = keys[self._pool.present(keys)]
+        tier.counts["put_evicted_before"] += len(names) - len(keys)
+        if not len(keys):
+            return
+        entries = self._pool.lease(keys, use=False)
+        items = items_of(self._pool, keys[: len(entries)], entries, form, crcs=True)
+        if not items:
+            self._pool.release(entries)
+            return
+
+        def done(result: CallResult, later_s: float) -> None:
+            self._putting[tier] -= 1
+            self._pool.release(entries)
+            tier.counts["put_objects"] += sum(result.stored)
+            tier.counts["put_bytes"] += sum(result.stored) * form.payload_bytes
+            tier.counts["put_failed"] += len(items) - sum(result.stored)
+            self.pump(later_s)
+
+        self._putting[tier] += 1
+        self._desk.send(tier, Put(tuple(items)), now_s, done)
+
+    def _take(self, tier: Tier, queue: Waiting) -> tuple[list[bytes], Form]:
+        """Take the oldest objects of one form, as many as one call should carry."""
+        assert tier.runner is not None, "a tier that is on has a runner"
+        form = queue[0][1]
+        most = max(1, self._limits.store_call_bytes_max // max(1, form.payload_bytes))
+        most = min(most, tier.runner.batch_max)
+        names: list[bytes] = []
+        while queue and len(names) < most and queue[0][1] == form:
+            names.append(queue.popleft()[0])
+        return list(dict.fromkeys(names)), form
+
+
+def split(keys: Keys) -> list[bytes]:
+    """Return each key (n, 16) as bytes."""
+    data = keys.tobytes()
+    return [data[at : at + 16] for at in range(0, len(data), 16)]
+
+
+def items_of(
+    pool: HostTier, keys: Keys, entries: NDArray[np.uint32], form: Form, *, crcs: bool
+) -> list[Item]:
+    """Return entries as items of a call; with ``crcs`` only those whose checksums are known."""
+    addresses = (pool.payload_offsets(entries) + np.uint64(pool.address)).tolist()
+    seeds = pool.seeds(entries).tolist()
+    names = split(keys)
+    if not crcs:
+        return [
+            Item(name, seed, address, form)
+            for name, seed, address in zip(names, seeds, addresses, strict=True)
+        ]
+    columns = [pool.crcs(entries, shard) for shard in range(len(form.shard_bytes))]
+    known = np.logical_and.reduce([stored for _, stored in columns])
+    rows = np.stack([values for values, _ in columns], axis=1).tolist()
+    return [
+        Item(names[i], seeds[i], addresses[i], form, tuple(rows[i])) for i in np.flatnonzero(known)
+    ]

@@ -1,0 +1,180 @@
+"""What is known of one admission's objects in slower tiers: pure bookkeeping, no calls.
+
+Chunks are counted per stored group, in the order of the admission's keys. ``where`` says which
+tier has a chunk that the pool lacks; ``came`` remembers what was brought, for the answer's
+sources.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from kvferry_connector.wire.hot import Ask
+from numpy.typing import NDArray
+
+from kvferry_sidecar.masks.load import needed_chunks
+from kvferry_sidecar.masks.rules import Rules
+from kvferry_sidecar.masks.search import find_hit
+from kvferry_sidecar.plan.shards import StripeShape
+from kvferry_sidecar.sessions.admissions import Admission
+from kvferry_sidecar.sessions.leases import LeaseKey
+from kvferry_sidecar.sessions.model import Peer
+from kvferry_sidecar.stages.shape import GroupShape, SessionShape
+from kvferry_sidecar.tiers.host import HostTier
+from kvferry_sidecar.tiers.store import Form
+
+_NOWHERE = -1
+_SOURCES = ("host", "disk", "external")  # by the value of ``came``: the slowest one counts
+
+
+class Chunk(NamedTuple):
+    """Position of a chunk: which stored group, which chunk of it."""
+
+    group: int
+    chunk: int
+
+
+@dataclass(slots=True, eq=False)
+class Look:
+    """One admission. ``ask`` waits for its answer until ``until_s``."""
+
+    key: LeaseKey
+    peer: Peer
+    shape: SessionShape
+    admission: Admission
+    hint: Callable[[int, float], None]
+    groups: tuple[GroupShape, ...]
+    where: list[NDArray[np.int8]]
+    came: list[NDArray[np.int8]]
+    next_tier: int = 0
+    finding: bool = False
+    hinted: bool = False
+    gone: bool = False
+    ask: Ask | None = None
+    until_s: float = 0.0
+    span: tuple[int, int] | None = None  # (local, most] tokens of the latest ask
+    queue: deque[Chunk] = field(default_factory=deque)  # to be fetched, in order of tokens
+    open: set[bytes] = field(default_factory=set)  # keys that are being fetched
+    calls: int = 0
+    held: list[NDArray[np.uint32]] = field(default_factory=list)  # entries leased for ``ask``
+    held_bytes: int = 0
+
+    def key_of(self, at: Chunk) -> bytes:
+        """Return the key of a chunk."""
+        return bytes(self.admission.keys[at.group][at.chunk])
+
+    def tier_of(self, at: Chunk) -> int:
+        """Return the number of the tier that has a chunk, -1 when none does."""
+        return int(self.where[at.group][at.chunk])
+
+    def settled(self) -> bool:
+        """Whether everything is known and brought that can be."""
+        return not (self.finding or self.queue or self.open)
+
+
+def new_look(
+    key: LeaseKey,
+    peer: Peer,
+    shape: SessionShape,
+    admission: Admission,
+    hint: Callable[[int, float], None],
+) -> Look:
+    """Return a look that knows nothing yet."""
+    return Look(
+        key,
+        peer,
+        shape,
+        admission,
+        hint,
+        shape.stored_groups(),
+        [np.full(len(keys), _NOWHERE, np.int8) for keys in admission.keys],
+        [np.zeros(len(keys), np.int8) for keys in admission.keys],
+    )
+
+
+def form_of(stripe: StripeShape) -> Form:
+    """Return the form of a group's objects: each distinct shard once, in their order."""
+    pairs = zip(stripe.shards, stripe.offsets, strict=True)
+    starts = [at for _, at in sorted({(n, at) for n, at in pairs if n is not None})]
+    ends = (*starts[1:], stripe.payload_bytes)
+    return Form(tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+
+def missing(look: Look, pool: HostTier) -> list[NDArray[np.int64]]:
+    """Return, per group, the chunks that neither the pool nor a tier looked at so far has."""
+    return [
+        np.flatnonzero((where == _NOWHERE) & ~pool.present(keys))
+        for where, keys in zip(look.where, look.admission.keys, strict=True)
+    ]
+
+
+def reach(look: Look, pool: HostTier, max_tokens: int) -> int:
+    """Return how far the prefix goes over all tiers, in tokens."""
+    present = [np.zeros(0, np.bool_)] * len(look.shape.rules.groups)
+    for group, where, keys in zip(look.groups, look.where, look.admission.keys, strict=True):
+        present[group.group] = (where != _NOWHERE) | pool.present(keys)
+    return find_hit(look.shape.rules, present, max_tokens=max(0, max_tokens)).tokens
+
+
+def plan(look: Look, pool: HostTier) -> None:
+    """Queue what the latest ask needs, is somewhere, and is not being fetched, head first."""
+    look.queue.clear()
+    if look.span is None:
+        return
+    local, most = look.span
+    total = reach(look, pool, most)
+    if total <= local:
+        return
+    wanted: list[tuple[int, Chunk]] = []
+    for index, group in enumerate(look.groups):
+        keys = look.admission.keys[index]
+        chunks = _needed(look.shape.rules, group.group, local, total)
+        chunks = chunks[chunks < len(keys)]
+        absent = chunks[~pool.present(np.ascontiguousarray(keys[chunks]))]
+        wanted += [
+            ((chunk + 1) * group.block_tokens, Chunk(index, chunk))
+            for chunk in absent.tolist()
+            if look.where[index][chunk] != _NOWHERE
+        ]
+    wanted.sort()
+    look.queue.extend(at for _, at in wanted if look.key_of(at) not in look.open)
+
+
+def _needed(rules: Rules, group: int, local: int, total: int) -> NDArray[np.int64]:
+    """Return the chunks without which the pool's own hit would be shorter than ``total``.
+
+    They are those of the load, and with EAGLE what it looks at past the hit.
+    """
+    rule = rules.groups[group]
+    chunks = needed_chunks(rule, local_tokens=local, total_tokens=total)
+    if group not in rules.eagle_ids:
+        return chunks
+    past = total + rules.eagle_margin(group)
+    return np.union1d(chunks, needed_chunks(rule, local_tokens=local, total_tokens=past))
+
+
+def sources(look: Look, local_tokens: int, total_tokens: int) -> dict[str, int]:
+    """Split ``(local, total]`` by the tier that brought it; the slowest of all groups counts."""
+    unit = look.shape.hash_block_tokens
+    slowest = np.zeros(total_tokens // unit, np.int8)
+    for group, came in zip(look.groups, look.came, strict=True):
+        spread = np.repeat(came, group.block_tokens // unit)[: len(slowest)]
+        np.maximum(slowest[: len(spread)], spread, out=slowest[: len(spread)])
+    counts = np.bincount(slowest[local_tokens // unit :], minlength=len(_SOURCES))
+    named = {name: int(n) * unit for name, n in zip(_SOURCES, counts, strict=True) if n}
+    rest = total_tokens - local_tokens - sum(named.values())
+    if rest:  # lengths that are no whole number of units
+        named["host"] = named.get("host", 0) + rest
+    return {name: tokens for name, tokens in named.items() if tokens}
+
+
+def mark(look: Look, at: Chunk, source: str | None) -> None:
+    """A chunk was brought from a source, or (None) could not be."""
+    if source is None:
+        look.where[at.group][at.chunk] = _NOWHERE
+    else:
+        look.came[at.group][at.chunk] = _SOURCES.index(source)

@@ -1,0 +1,130 @@
+"""The disk under a real sidecar: it serves the next one, and its failures cost nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvferry_demo.processes import unlink_pool
+from support.books import read_status, wait_settled
+from support.client_half import ClientEngine, client_engine
+from support.sidecar import SidecarUnderTest, make_sidecar
+from support.waiting import wait_until
+
+
+def flags(path: Path) -> list[str]:
+    settings = {
+        "tiers.disk.paths": path,
+        "tiers.disk.bytes": "32MiB",
+        "tiers.disk.free_bytes_min": "0",
+        "limits.stage_ms_max": 20_000,  # the machine of a test may be slow
+        "limits.store_ms_max": 20_000,
+    }
+    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[SidecarUnderTest]:
+    with make_sidecar(pool_bytes=16 << 20, flags=flags(tmp_path)) as found:
+        found.start()
+        yield found
+
+
+def tier(sidecar: SidecarUnderTest) -> dict[str, Any]:
+    (found,) = read_status(sidecar.run_dir)["pipeline"]["tiers"]
+    return found
+
+
+def written(sidecar: SidecarUnderTest, objects: int) -> None:
+    wait_until(lambda: tier(sidecar)["facts"]["objects"] >= objects, "all is on the disk")
+
+
+def lose_the_pool(sidecar: SidecarUnderTest, engine: ClientEngine, number: int) -> None:
+    """End the sidecar, remove its pool, start the next one."""
+    epoch = engine.wait_ready()
+    os.kill(sidecar.process.pid, number)
+    sidecar.process.process.wait(60)
+    unlink_pool(sidecar.pool_name)
+    sidecar.restart()
+    engine.wait_ready(beyond_epoch=epoch)
+
+
+def test_objects_outlive_process_and_pool(sidecar: SidecarUnderTest) -> None:
+    with client_engine(sidecar.run_dir, blocks=200) as engine:
+        prompts = [f"kept {number}" for number in range(10)]
+        for prompt in prompts:
+            engine.put(prompt, range(1, 9))
+        written(sidecar, 80)
+        lose_the_pool(sidecar, engine, signal.SIGKILL)
+        assert read_status(sidecar.run_dir)["pool"]["ready"] == 0
+        admission, answer = engine.lease(prompts[0], 8)
+        assert (answer.hit_tokens, answer.sources) == (128, {"disk": 128})
+        assert [engine.get(prompt, range(20, 28)) for prompt in prompts[1:]] == [128] * 9
+        again = engine.lease(prompts[1], 8)[1]
+        assert again.sources == {"host": 128}, "what was brought stays in the pool"
+        assert engine.ended(engine.submit(engine.load_job(admission, range(30, 38)))).status
+        assert engine.holds(prompts[0], range(30, 38))
+
+
+def test_a_drain_writes_everything_down(sidecar: SidecarUnderTest) -> None:
+    with client_engine(sidecar.run_dir, blocks=200) as engine:
+        for number in range(8):
+            engine.put(f"late {number}", range(1, 101))
+        lose_the_pool(sidecar, engine, signal.SIGTERM)
+        assert [engine.get(f"late {number}", range(101, 200)) for number in range(8)] == [1584] * 8
+        wait_settled(sidecar.run_dir)
+
+
+def test_damaged_bytes_on_the_disk_are_misses(sidecar: SidecarUnderTest, tmp_path: Path) -> None:
+    with client_engine(sidecar.run_dir) as engine:
+        engine.put("whole")
+        engine.put("damaged")
+        written(sidecar, 6)
+        data = tmp_path / "kvferry" / "objects"
+        lost = engine.content("damaged", 1)
+        with data.open("r+b") as file:
+            at = file.read().index(lost)
+            file.seek(at + 100)
+            file.write(bytes([lost[100] ^ 1]))
+        lose_the_pool(sidecar, engine, signal.SIGKILL)
+        assert engine.get("damaged") == 16, "the chunk before it is good"
+        assert engine.get("whole") == 48
+        assert tier(sidecar)["counts"]["damaged"] == 1
+
+
+def test_a_disk_that_fails_is_off_and_the_rest_serves(sidecar: SidecarUnderTest) -> None:
+    with client_engine(sidecar.run_dir) as engine:
+        engine.put("before")
+        written(sidecar, 3)
+        # No byte beyond the first mebibyte of any file, as on a disk that is full.
+        resource.prlimit(sidecar.process.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        engine.put("after")
+        off = wait_until(lambda: _off(sidecar), "the tier is off")
+        assert "the disk failed" in off["reason"]
+        assert engine.get("before") == 48
+        assert engine.get("after") == 48
+        engine.put("later")
+        assert engine.get("later") == 48
+        wait_settled(sidecar.run_dir)
+
+
+def test_a_disk_that_cannot_be_opened_is_off_with_the_reason(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    with make_sidecar(pool_bytes=16 << 20, flags=flags(missing)) as sidecar:
+        sidecar.start()
+        with client_engine(sidecar.run_dir) as engine:
+            engine.put("served")
+            assert engine.get("served") == 48
+        off = tier(sidecar)
+        assert (off["state"], off["source"]) == ("off", "disk")
+        assert "No such file" in off["reason"]
+
+
+def _off(sidecar: SidecarUnderTest) -> dict[str, Any] | None:
+    found = tier(sidecar)
+    return found if found["state"] == "off" else None

@@ -1,0 +1,154 @@
+"""What a store's tests need: memory like the pool's, items over it, and each store opened.
+
+A rig opens one kind of store, can damage a stored value behind its back, and ends what it started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvferry_native import crc32c
+from kvferry_sidecar.observe.log import get_logger
+from kvferry_sidecar.tiers import value
+from kvferry_sidecar.tiers.disk import DiskStore
+from kvferry_sidecar.tiers.store import Form, Item, Store, memory_at
+
+SLOT_BYTES = 512  # the pool's slots begin at multiples of this
+
+
+class Memory:
+    """Bytes with addresses: where a pool's payloads would lie."""
+
+    def __init__(self, total_bytes: int = 64 << 20) -> None:
+        self._map = mmap.mmap(-1, total_bytes)
+        self._array = (ctypes.c_char * total_bytes).from_buffer(self._map)
+        self.address = ctypes.addressof(self._array)
+        self.total_bytes = total_bytes
+        self._next = 0
+
+    def item(self, number: int, *shard_bytes: int, content: bytes | None = None) -> Item:
+        """Return an item of its own place; with ``content`` (one byte) it is filled."""
+        form = Form(shard_bytes)
+        step = -(-(form.payload_bytes + 64) // SLOT_BYTES) * SLOT_BYTES
+        if self._next + step > self.total_bytes:
+            self._next = 0
+        address = self.address + self._next
+        self._next += step
+        seed = number * 7 + 1
+        item = Item(key_of(number), seed, address, form)
+        if content is None:
+            return item
+        item.payload()[:] = pattern(number, form.payload_bytes, content)
+        crcs, at = [], 0
+        for size in shard_bytes:
+            crcs.append(crc32c(item.payload()[at : at + size], seed))
+            at += size
+        return Item(item.key, seed, address, form, tuple(crcs))
+
+    def close(self) -> None:
+        del self._array
+        self._map.close()
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(8, "little") + b"kvferry!"
+
+
+def pattern(number: int, count: int, content: bytes = b"x") -> bytes:
+    """Return bytes that differ from object to object and from place to place."""
+    unit = number.to_bytes(6, "little") + content + b"\0"
+    return (unit * (count // 8 + 1))[:count]
+
+
+def put(store: Store, items: list[Item]) -> list[bool]:
+    return store.put(items, [value.pack(item) for item in items])
+
+
+def get(store: Store, items: list[Item]) -> list[bool]:
+    """Read and verify, as the runner does; says which are hits."""
+    headers = store.get(items)
+    return [
+        header is not None and value.verify(header, item) is not None
+        for item, header in zip(items, headers, strict=True)
+    ]
+
+
+@dataclass
+class Rig:
+    """One store under test."""
+
+    store: Store
+    persistent: bool = False
+    memory: Memory = field(default_factory=Memory)
+
+    def damage(self, item: Item) -> None:
+        """Change one byte of what is stored under the item's key."""
+        raise NotImplementedError
+
+    def reopen(self) -> None:
+        """Open the store anew, as the next process would."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.store.close()
+        self.memory.close()
+
+
+class DiskRig(Rig):
+    """The disk store in a directory."""
+
+    def __init__(self, path: Path, total_bytes: int = 64 << 20, **fields: int) -> None:
+        self.path = path
+        self.total_bytes = total_bytes
+        self.fields = fields
+        super().__init__(open_disk(path, total_bytes, **fields), persistent=True)
+
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = open_disk(self.path, self.total_bytes, **self.fields)
+
+    def damage(self, item: Item) -> None:
+        with (self.path / "kvferry" / "objects").open("r+b") as file:
+            data = file.read()
+            at = data.index(pattern_of(item)[:4096])
+            file.seek(at + len(pattern_of(item)) // 2)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+def pattern_of(item: Item) -> bytes:
+    """Return what ``Memory.item`` filled it with."""
+    number = int.from_bytes(item.key[:8], "little")
+    return pattern(number, item.form.payload_bytes)
+
+
+def open_disk(
+    path: Path, total_bytes: int, *, object_bytes: int = 1 << 20, free_bytes_min: int = 0
+) -> DiskStore:
+    return DiskStore(
+        path,
+        total_bytes=total_bytes,
+        object_bytes=object_bytes,
+        free_bytes_min=free_bytes_min,
+        log=get_logger("test"),
+    )
+
+
+@contextmanager
+def opened(rig: Rig) -> Iterator[Rig]:
+    """Close the rig whatever happens."""
+    try:
+        yield rig
+    finally:
+        rig.close()
+
+
+def verify_memory(item: Item) -> bool:
+    """Whether the item's memory holds what was stored under its key."""
+    return bytes(memory_at(item.address, item.form.payload_bytes)) == pattern_of(item)
