@@ -244,7 +244,7 @@ class App:
         return slow
 
     def _build_sessions(self, stack: contextlib.ExitStack) -> None:
-        limits = self._config.limits
+        config, limits = self._config, self._config.limits
         self._liveness = Liveness(self._loop, self._on_dead)
         stack.callback(self._liveness.close)
         self._registry = Registry(
@@ -255,6 +255,7 @@ class App:
             digest=namespace_digest,
             push=self._push,
             log=self._log,
+            retention=config.retention,
         )
 
     def _build_sockets(self, stack: contextlib.ExitStack) -> None:

@@ -105,9 +105,13 @@ class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything `kvferry serve` can be told."""
+    """Everything `kvferry serve` can be told.
+
+    ``retention``: "engine", "dense" or a number of tokens (sessions/rules.py: retention_of).
+    """
 
     run_dir: Path
+    retention: Annotated[str, msgspec.Meta(pattern=r"^(engine|dense|[1-9][0-9]{0,8})$")]
     tiers: TiersConfig
     copy: CopyConfig
     log: LogConfig
@@ -267,6 +271,7 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
     cpus = len(os.sched_getaffinity(0))
     defaults: dict[str, object] = {
         "run_dir": str(default_run_dir()),
+        "retention": "engine",
         "tiers.host.bytes": POOL_BYTES,
         "tiers.host.name": f"kvferry-{os.getuid()}",
         "tiers.disk.paths": "",

@@ -17,7 +17,7 @@ import torch
 import vllm.v1.kv_cache_interface as interface
 from support.four_ranks import EngineOfRanks, engine_of_ranks
 from support.sidecar import SidecarUnderTest, running_sidecar
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 RANKS, BLOCK = 4, 64
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float16)
@@ -26,6 +26,9 @@ MLA = MLAAttentionSpec(
 )
 INDEXER = replace(
     MLA, head_size=20, dtype=torch.uint8, cache_role=interface.SparseCacheRole.INDEXER
+)
+SWA = SlidingWindowSpec(
+    block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float16, sliding_window=100
 )
 PER_RANK = {"a": FULL, "b": FULL}
 REPLICATED = {"a": MLA, "a.indexer": INDEXER, "b": MLA, "b.indexer": INDEXER}
@@ -129,3 +132,22 @@ def test_a_cold_request_of_15317_tokens_from_another_instance(
         assert reader.run("warm", tokens) == 15_317 // BLOCK * BLOCK
     saved, loaded = moved(sidecar)
     assert loaded == saved * (1 if specs is PER_RANK else RANKS) > 0
+
+
+@pytest.mark.parametrize(
+    ("retention", "hit"), [("engine", 0), ("dense", 7), (str(4 * BLOCK - 10), 4)]
+)
+def test_denser_retention_hits_inside_a_long_prompt(
+    tmp_path: Path, retention: str, hit: int
+) -> None:
+    """vLLM keeps the end of a prompt only; the sidecar may keep more, and loads stay exact."""
+    specs = {"a": FULL, "b": SWA}
+    tokens, shared = prompt(12), 7 * BLOCK + 5
+    other = [*tokens[:shared], *(token + 1 for token in tokens[shared:])]
+    with running_sidecar(flags=("--retention", retention)) as sidecar:
+        start = partial(engine_of_ranks, tmp_path, sidecar.run_dir, specs, ranks=2)
+        with start() as writer:
+            writer.run("cold", tokens)
+        with start() as reader:
+            assert reader.run("warm", other) == hit * BLOCK
+            moved(sidecar)

@@ -29,6 +29,7 @@ FLAGS: Mapping[str, Flag] = {
     "tiers.host.name": Flag("--pool-name", "NAME", "Name of its segment in /dev/shm."),
     "tiers.host.slab_bytes": Flag("--slab-bytes", "SIZE", "Largest stored object; power of two."),
     "tiers.host.keys_max": Flag("--keys-max", "N", "Places in the pool's index."),
+    "retention": Flag("--retention", "HOW", "engine, dense, or a number of tokens."),
     "copy.threads": Flag("--copy-threads", "N", "Threads that copy."),
     "http.listen": Flag("--http-listen", "HOST:PORT", "Metrics, probes and page; empty: none."),
     "log.level": Flag("--log-level", "LEVEL", "debug, info, warning or error."),

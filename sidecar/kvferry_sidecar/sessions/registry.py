@@ -36,6 +36,7 @@ from kvferry_sidecar.sessions import agreement, readiness
 from kvferry_sidecar.sessions.events import SessionEvents
 from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, Session, SessionKey
+from kvferry_sidecar.sessions.rules import retention_of
 
 leaving_check_s = 0.05  # how often a left half's copies are asked for (they also wake the loop)
 
@@ -79,8 +80,9 @@ class Registry:
         digest: Digest,
         push: Callable[[Peer, ToPeer], None],
         log: Log,
+        retention: str = "engine",
     ) -> None:
-        self._limits = limits
+        self._limits, self._retention = limits, retention
         self._events = events
         self._liveness = liveness
         self._validate = validate
@@ -191,7 +193,9 @@ class Registry:
         session.ranks = tuple(sorted(message.ranks))
         session.scheduler_block_tokens = message.scheduler_block_tokens
         session.alignment_tokens = message.alignment_tokens
-        session.retention_tokens = message.retention_tokens
+        session.retention_tokens = retention_of(
+            self._retention, message.retention_tokens, message.scheduler_block_tokens
+        )
         session.use_eagle = message.use_eagle
         session.reprefill_tokens = message.reprefill_tokens
         if rotated:

@@ -6,6 +6,7 @@ the groups: only both together say whether the engine can be served exactly.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from kvferry_connector.wire.attach import FieldRefusal
@@ -58,6 +59,20 @@ def rules_of(shared: Shared, geometry: RankGeometry) -> Rules:
         use_eagle=shared.use_eagle,
         reprefill=shared.reprefill_tokens,
     )
+
+
+def retention_of(setting: str, engine_tokens: int | None, scheduler_block: int) -> int | None:
+    """Return the distance of the boundaries at which windows are kept, None for every aligned one.
+
+    ``setting`` is "engine", "dense" or a number of tokens, which is rounded up to whole scheduler
+    blocks. Never sparser than the engine's own: a store may keep more, and hits stay exact.
+    """
+    if setting == "engine" or engine_tokens is None:
+        return engine_tokens
+    if setting == "dense":
+        return None
+    tokens = -(-int(setting) // scheduler_block) * scheduler_block
+    return math.gcd(tokens, engine_tokens)
 
 
 def check_rules(shared: Shared, geometry: RankGeometry) -> list[FieldRefusal]:

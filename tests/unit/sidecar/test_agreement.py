@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from kvferry_connector.wire.attach import Group, Refused, Registered, Rotate, Shard
+from kvferry_sidecar.sessions.rules import retention_of
 from support.node import Node
 from support.node_messages import VERSION, engine_registration, rank_registration
 from support.sessions import (
@@ -105,6 +106,27 @@ def test_a_sliding_windows_save_rule_follows_the_engines_retention(
     assert isinstance(answer, Registered)
     assert answer.save_rules == ["all", rule]
     close_all([worker, scheduler])
+
+
+@pytest.mark.parametrize(
+    ("setting", "engine", "kept"),
+    [
+        ("engine", 0, 0),
+        ("engine", None, None),
+        ("engine", 96, 96),
+        ("dense", 0, None),
+        ("dense", 96, None),
+        ("100", 0, 128),
+        ("1", 0, 32),
+        ("4096", None, None),
+        ("96", 64, 32),  # both distances' boundaries
+        ("64", 64, 64),
+    ],
+)
+def test_a_setting_keeps_no_less_than_the_engine(
+    setting: str, engine: int | None, kept: int | None
+) -> None:
+    assert retention_of(setting, engine, 32) == kept
 
 
 @pytest.mark.parametrize(
