@@ -1,0 +1,127 @@
+"""What a release is: sdist and wheel as a packager builds them, and the image's own commands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from kvferry_demo.processes import SHARED_MEMORY, new_pool_name, unlink_pool
+from support.clean_env import copy_sources, make_venv, pip_into, run
+from support.dockerfile import read_dockerfile
+from support.sources import ROOT
+from support.waiting import wait_until
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+HARDENED = "-O2 -g -fstack-protector-strong -D_FORTIFY_SOURCE=2 -Wformat -Werror=format-security"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the sdist, and the wheel from it, in isolation: as `python -m build` does."""
+    folder = tmp_path_factory.mktemp("dist")
+    run([sys.executable, "-m", "build", "--outdir", str(folder)], ROOT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (path,) = dist.glob("*.whl")
+    return path
+
+
+def test_the_sdist_holds_what_is_built_and_nothing_that_was(dist: Path) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "CMakeLists.txt", "native/src/module.cpp"} <= names
+    assert not [one for one in names if one.endswith((".so", ".pyc")) or one.startswith("build/")]
+
+
+def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """In an environment of its own; only what is not ours comes from the tests' environment."""
+    bin_dir = make_venv(tmp_path / "venv")
+    pip_into(bin_dir, "--no-deps", str(wheel))
+    python = str(bin_dir / "python")
+    shared = [path for path in sys.path if path.endswith("site-packages")]
+    site = run([python, "-c", "import site; print(site.getsitepackages()[0])"], tmp_path).strip()
+    # A folder named here is searched, but not its own .pth files, which name our editable install.
+    Path(site, "shared.pth").write_text("\n".join(shared))
+    where = (
+        "import kvferry_native, kvferry_connector as c; print(kvferry_native.__file__, c.__file__)"
+    )
+    assert all(one.startswith(site) for one in run([python, "-c", where], tmp_path).split())
+    done = run([python, "-m", "kvferry_demo.run", "--prompts", "2"], tmp_path)
+    assert "outputs are identical" in done
+
+
+def test_a_packager_s_flags_build_a_wheel_that_works(tmp_path: Path) -> None:
+    source = copy_sources(tmp_path / "src")
+    flags = {"CFLAGS": HARDENED, "CXXFLAGS": HARDENED, "LDFLAGS": "-Wl,-z,relro,-z,now"}
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path)]
+    run(command, source, environment=flags)
+    (wheel,) = tmp_path.glob("*.whl")
+    bin_dir = make_venv(tmp_path / "venv")
+    pip_into(bin_dir, f"{wheel}[sidecar]")
+    assert "pool format" in run([str(bin_dir / "kvferry"), "version"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the RUN lines of the image's build stage here; return what would be /opt/venv."""
+    folder = tmp_path_factory.mktemp("image")
+    copy_sources(folder / "src")
+    lines = [
+        one.rest
+        for one in read_dockerfile(ROOT / "images" / "Dockerfile")
+        if one.stage == "build" and one.word == "RUN" and "apt-get" not in one.rest
+    ]
+    assert lines
+    for line in lines:
+        here = line.replace("/opt/venv", str(folder / "venv"))
+        # The image's python is the one with pip.
+        here = re.sub(r"\bpython -m", f"{sys.executable} -m", here)
+        run(["bash", "-euc", here], folder / "src", environment={"EXTRAS": "sidecar"})
+    return folder / "venv"
+
+
+def test_the_image_holds_exactly_what_is_pinned(image: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", str(image / "bin" / "python")]
+    installed = run([*pip, "freeze"], image).splitlines()
+    wanted = [
+        line
+        for line in (ROOT / "images" / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    names = sorted(line for line in installed if not line.startswith("kvferry"))
+    assert [one.lower() for one in names] == sorted(one.lower() for one in wanted)
+
+
+def test_the_image_serves(image: Path, tmp_path: Path) -> None:
+    """Its entry point, as the chart calls it: with a configuration file."""
+    name = new_pool_name("image")
+    run_dir = tmp_path / "run"
+    file = tmp_path / "kvferry.toml"
+    file.write_text(
+        f'run_dir = "{run_dir}"\ntiers.host.name = "{name}"\ntiers.host.bytes = "64MiB"\n'
+    )
+    kvferry = str(image / "bin" / "kvferry")
+    process = subprocess.Popen([kvferry, "serve", "--config", str(file)])
+
+    def answers() -> bool:
+        assert process.poll() is None
+        status = [kvferry, "status", "--json", "--run-dir", str(run_dir)]
+        return subprocess.run(status, capture_output=True, check=False).returncode == 0
+
+    try:
+        wait_until(answers, "the image's sidecar answers", 60, every_s=0.2)
+        assert (SHARED_MEMORY / name).exists()
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        unlink_pool(name)
