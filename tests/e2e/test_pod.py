@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import kvferry_connector
@@ -28,10 +30,23 @@ from support.pod import Pod, inner_pid, refusal, running_pod, status_of, termina
 from support.sources import ROOT
 from support.waiting import wait_until
 
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free now."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
 REFUSAL = refusal()
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)]
 POOL_MI = 64
+# The pod's network is this machine's, where others may listen.
+LISTEN, PROBES = free_ports(2)
 VALUES = {
+    "http": {"listen": f"127.0.0.1:{LISTEN}", "probesPort": PROBES},
     "model": "/models/llama",
     "pool": {"size": f"{POOL_MI}Mi"},
     "engine": {"shmSize": "64Mi", "preStopSleepSeconds": 1},
@@ -58,7 +73,12 @@ SIDECAR_IMAGE = [
     (folder_of(kvferry_connector.__file__), "/opt/kvferry/kvferry_connector"),
 ]
 ENGINE_IMAGE = [*SYSTEM, *PYTHON, (folder_of(kvferry_demo.__file__), f"{DRIVER}/kvferry_demo")]
-IMAGES = {"connector": SIDECAR_IMAGE, "kvferry": SIDECAR_IMAGE, "vllm": ENGINE_IMAGE}
+IMAGES = {
+    "run-dir": SIDECAR_IMAGE,
+    "connector": SIDECAR_IMAGE,
+    "kvferry": SIDECAR_IMAGE,
+    "vllm": ENGINE_IMAGE,
+}
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +134,7 @@ def start_sidecar(pod: Pod, log: Path) -> None:
     spec = container(pod.spec, "kvferry")
     assert spec is not None
     pod.start("kvferry", [*KVFERRY, *spec["args"]], log)
-    pod.wait_started("kvferry", KVFERRY)
+    pod.wait_started("kvferry")
 
 
 def test_the_pod_from_start_to_stop(pod: Pod, tmp_path: Path) -> None:
@@ -123,7 +143,6 @@ def test_the_pod_from_start_to_stop(pod: Pod, tmp_path: Path) -> None:
     log = tmp_path / "sidecar.log"
     connector = container(pod.spec, "connector")
     assert connector is not None
-    run_dir = engine_setup(pod).run_dir
     with watch_log("sidecar", log):
         pod.run_to_end("connector", connector["command"])
         start_sidecar(pod, log)
@@ -135,6 +154,8 @@ def test_the_pod_from_start_to_stop(pod: Pod, tmp_path: Path) -> None:
             modules = engine.inspect("kvferry_connector", "kvferry_sidecar").modules
             assert modules["kvferry_connector"].startswith(CONNECTOR)
             assert modules["kvferry_sidecar"] == ""
+            assert pod.probe("kvferry", "readinessProbe")
+            assert pod.probe("kvferry", "livenessProbe")
             warm = engine.run(first)
             assert (warm.hit_tokens, warm.output) == (hit_of(first), cold[0].output)
 
@@ -150,13 +171,40 @@ def test_the_pod_from_start_to_stop(pod: Pod, tmp_path: Path) -> None:
             grace_s = pod.spec["terminationGracePeriodSeconds"]
             terminate(inner_pid(engine.pid))
             assert engine.process.wait(grace_s) != 0
-            wait_until(
-                lambda: not status_of(pod, KVFERRY, run_dir)["sessions"], "its death is known"
-            )
+            wait_until(lambda: not status_of(pod, KVFERRY)["sessions"], "its death is known")
             assert pod.stop("kvferry", grace_s) == 0
     assert [one.name for one in pod.look("pool").iterdir()] == ["demo-kvferry"]
     # Nothing of the sockets or the segment may be another user's.
     assert {one.stat().st_uid for one in pod.look("run").iterdir()} == {pod.user}
+
+
+@pytest.mark.long
+def test_two_pods_of_a_node(tmp_path: Path) -> None:
+    """A DaemonSet's sidecar and engine pods share a directory of the node and nothing else."""
+    made = render({**VALUES, "mode": "daemonset"})
+    sidecar_spec, engine_spec = made.sidecar_pod(), made.engine_pod()
+    log = tmp_path / "sidecar.log"
+    prompt = Texts().take(1300)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvf-node-") as name,
+        watch_log("sidecar", log),
+        running_pod(sidecar_spec, IMAGES, Path(name)) as node,
+    ):
+        Path(name).chmod(0o755)
+        (node.volume("config") / "kvferry.toml").write_text(made.toml())
+        node.run_to_end("run-dir", container(sidecar_spec, "run-dir")["command"])
+        start_sidecar(node, log)
+        results = []
+        for number in range(2):
+            with running_pod(engine_spec, IMAGES, Path(name)) as pod:
+                write_model("llama", pod.volume("models"))
+                pod.run_to_end("connector", container(engine_spec, "connector")["command"])
+                with engine_life(pod, tmp_path / f"engine-{number}.log") as engine:
+                    results.append(engine.run(prompt))
+                    engine.quit()
+        cold, warm = results
+        assert (warm.hit_tokens, warm.output) == (hit_of(prompt), cold.output)
+        assert node.stop("kvferry", sidecar_spec["terminationGracePeriodSeconds"]) == 0
 
 
 def test_a_pool_that_its_volume_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ def test_bases_are_pinned_to_one_release():
 
 
 def test_the_sidecar_runs_as_nobody_special():
-    assert instructions("sidecar", "USER") == ["2000:2000"]
+    assert instructions("sidecar", "USER") == ["10001:10001"]
     assert values_of("minimal") is MINIMAL
-    assert release("minimal").sidecar_pod()["securityContext"]["runAsUser"] == 2000
+    assert release("minimal").sidecar_pod()["securityContext"]["runAsUser"] == 10001
 
 
 def test_versions_and_license_are_the_package_s():
@@ -67,10 +67,14 @@ def test_the_context_is_what_the_build_reads():
     assert "**/*.so" in lines, "a library built here must not reach an image"
 
 
+def canonical(name):
+    return name.strip().lower().replace("_", "-")
+
+
 def test_every_dependency_of_the_sidecar_is_pinned():
     """tests/release compares the whole set with a real installation."""
     lines = (ROOT / "images" / "constraints.txt").read_text().splitlines()
-    pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
+    pinned = {canonical(line.partition("==")[0]) for line in lines if "==" in line}
     wanted = [*PACKAGE["dependencies"], *PACKAGE["optional-dependencies"]["sidecar"]]
-    names = {re.split(r"[\[<>=;]", one)[0].strip().lower() for one in wanted}
+    names = {canonical(re.split(r"[\[<>=;]", one)[0]) for one in wanted}
     assert names <= pinned, "add them to images/constraints.txt"

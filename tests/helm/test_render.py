@@ -59,6 +59,11 @@ def test_it_renders_what_was_reviewed(name):
     assert golden_text(name) == wanted, "run tests/helm/write_golden.py and read the diff"
 
 
+def test_every_recipe_is_in_the_table():
+    text = (CHART / "README.md").read_text()
+    assert [name for name in RECIPES if f"[{name}](recipes/{name}.yaml)" not in text] == []
+
+
 def test_there_is_no_stale_golden_file():
     assert {path.stem for path in GOLDEN.iterdir()} == set(RECIPES)
 

@@ -55,6 +55,9 @@ REFUSED = [
     ("rdma.resources.hca", 1),
     ("daemonset.hostPath", "run/kvferry"),
     ("networkPolicy.enabled", "yes"),
+    ("http.listen", "everywhere"),
+    ("http.readiness", "strict"),
+    ("monitoring.interval", "15"),
 ]
 
 
@@ -134,7 +137,7 @@ SELF_EVIDENT = {
     "registry", "repository", "tag", "digest", "pullPolicy", "podAnnotations", "extraVolumes",
     "extraVolumeMounts", "pipelineParallelSize", "port", "requests", "limits", "mountPath",
     "priorityClassName", "type", "rollingUpdate", "tolerations", "affinity", "topologyKey",
-    "whenUnsatisfiable",
+    "whenUnsatisfiable", "matchLabels",
 }  # fmt: skip
 
 

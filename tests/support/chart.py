@@ -26,6 +26,12 @@ VARIANTS: Mapping[str, Values] = {
     "privileged": {**MINIMAL, "gpu": {"access": "privileged", "count": 2}},
     "nodes-only": {"mode": "daemonset", "engine": {"enabled": False}},
     "nodes-dra": {"mode": "daemonset", "model": "m", "gpu": {"access": "draAdmin"}},
+    "nodes-watched": {
+        "mode": "daemonset",
+        "model": "m",
+        "monitoring": {"serviceMonitor": {"enabled": True}},
+        "http": {"probesAddress": "[::]", "probesPort": 9999},
+    },
     "nodes-rdma": {
         "mode": "daemonset",
         "engine": {"enabled": False},
@@ -59,6 +65,12 @@ VARIANTS: Mapping[str, Values] = {
             "hfToken": {"existingSecret": "hf"},
             "priorityClassName": "serving",
             "readOnlyRootFilesystem": True,
+        },
+        "http": {"token": {"existingSecret": "admin"}, "readiness": "started"},
+        "monitoring": {
+            "podMonitor": {"enabled": True},
+            "prometheusRule": {"enabled": True},
+            "labels": {"release": "prometheus"},
         },
         "networkPolicy": {"engineFrom": [{"podSelector": {"matchLabels": {"app": "router"}}}]},
         "nodeSelector": {"pool": "llm"},

@@ -8,8 +8,20 @@ tiers:
     {{- if .Values.pool.keysMax }}
     keys_max: {{ int64 .Values.pool.keysMax }}
     {{- end }}
+  {{- if .Values.disk.size }}
+  disk:
+    bytes: {{ printf "%dMiB" (include "kvferry.mebibytes" (dict "key" "disk.size" "value" .Values.disk.size) | int64) }}
+    paths: {{ include "kvferry.diskDir" . }}
+    policy: {{ .Values.disk.policy }}
+  {{- end }}
 copy:
   threads: {{ int64 .Values.sidecar.copyThreads }}
+http:
+  listen: {{ .Values.http.listen | quote }}
+  probes_listen: {{ printf "%s:%d" .Values.http.probesAddress (int64 .Values.http.probesPort) | quote }}
+  {{- if .Values.http.token.existingSecret }}
+  token_file: {{ include "kvferry.secretsDir" . }}/token
+  {{- end }}
 log:
   level: {{ .Values.sidecar.logLevel }}
   format: json

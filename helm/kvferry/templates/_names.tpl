@@ -53,4 +53,6 @@ to its uid: the mount point of a volume never is. Both sides must name it by one
 {{- end }}
 {{- define "kvferry.connectorDir" -}}/opt/kvferry/connector{{- end }}
 {{- define "kvferry.configDir" -}}/etc/kvferry{{- end }}
+{{- define "kvferry.diskDir" -}}/var/lib/kvferry{{- end }}
+{{- define "kvferry.secretsDir" -}}/etc/kvferry-secrets{{- end }}
 {{- define "kvferry.poolName" -}}{{ include "kvferry.fullname" . }}{{- end }}

@@ -7,9 +7,11 @@
   {{- if eq .Values.mode "sidecar" }}
   restartPolicy: Always
   {{- end }}
-  args: [serve, --config, {{ include "kvferry.configDir" . }}/kvferry.toml]
+  args: [serve]
   env:
-    # No setting comes from the environment but this one; see the ConfigMap.
+    # All settings are in this file; so `kubectl exec -- kvferry status` needs no flags.
+    - name: KVFERRY_CONFIG
+      value: {{ include "kvferry.configDir" . }}/kvferry.toml
     - name: HOME
       value: /tmp
     {{- include "kvferry.gpuEnv" . | trim | nindent 4 }}
@@ -40,6 +42,15 @@
     - name: config
       mountPath: {{ include "kvferry.configDir" . }}
       readOnly: true
+    {{- if .Values.http.token.existingSecret }}
+    - name: http-token
+      mountPath: {{ include "kvferry.secretsDir" . }}
+      readOnly: true
+    {{- end }}
+    {{- if .Values.disk.size }}
+    - name: disk
+      mountPath: {{ include "kvferry.diskDir" . }}
+    {{- end }}
     - name: sidecar-tmp
       mountPath: /tmp
     {{- with .Values.sidecar.extraVolumeMounts }}
@@ -72,6 +83,21 @@ capabilities:
 - name: config
   configMap:
     name: {{ include "kvferry.fullname" . }}-sidecar
+{{- with .Values.http.token.existingSecret }}
+- name: http-token
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items:
+      - key: {{ $.Values.http.token.key }}
+        path: token
+{{- end }}
+{{- if .Values.disk.size }}
+- name: disk
+  {{- /* A default is merged into what is given: a source that was chosen replaces it. */}}
+  {{- $source := omit .Values.disk.volume "emptyDir" | default .Values.disk.volume }}
+  {{- toYaml $source | nindent 2 }}
+{{- end }}
 - name: sidecar-tmp
   emptyDir:
     sizeLimit: 256Mi
@@ -112,21 +138,31 @@ affinity:
 {{- end }}
 {{- end }}
 
-{{- /* `kvferry status` is answered by the loop itself. Started means: the pool is taken and the
-sockets listen. It never waits for ranks: they come after it, and the engine waits for this. */ -}}
+{{- /* Started means: the pool is taken and the sockets listen. It never waits for ranks: they come
+after it, and the engine waits for this. Alive means: the control loop turns. */ -}}
 {{- define "kvferry.sidecarProbes" -}}
 {{- $sizes := include "kvferry.sizes" . | fromYaml -}}
-{{- $status := list "kvferry" "status" "--json" "--run-dir" (include "kvferry.runDir" .) -}}
+ports:
+  - name: probes
+    containerPort: {{ int64 .Values.http.probesPort }}
 startupProbe:
-  exec:
-    command: {{ toJson $status }}
-  periodSeconds: 2
-  timeoutSeconds: 10
-  failureThreshold: {{ div (int64 $sizes.startupSeconds) 2 }}
+  httpGet:
+    path: /startupz
+    port: probes
+  periodSeconds: 1
+  timeoutSeconds: 5
+  failureThreshold: {{ int64 $sizes.startupSeconds }}
+readinessProbe:
+  httpGet:
+    path: {{ eq .Values.http.readiness "ranks" | ternary "/readyz" "/startupz" }}
+    port: probes
+  periodSeconds: 5
+  timeoutSeconds: 5
 livenessProbe:
-  exec:
-    command: {{ toJson $status }}
-  periodSeconds: 20
-  timeoutSeconds: 10
+  httpGet:
+    path: /livez
+    port: probes
+  periodSeconds: 10
+  timeoutSeconds: 5
   failureThreshold: 6
 {{- end }}
