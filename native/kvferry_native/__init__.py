@@ -13,6 +13,7 @@ from kvferry_native._native import (
     PoolFormatError,
     PoolFull,
     PoolStats,
+    Watchdog,
     crc32c,
     mix_keys,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "PoolFormatError",
     "PoolFull",
     "PoolStats",
+    "Watchdog",
     "crc32c",
     "mix_keys",
 ]

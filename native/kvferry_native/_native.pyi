@@ -196,3 +196,20 @@ class CopyEngine:
         """Stop taking work, drain what runs, join the threads."""
     def inject_failures(self, count: int) -> None:
         """For fault tests: the next `count` jobs end with status 3 after their first piece."""
+
+class Watchdog:
+    """A native thread that ends the process by _exit after ``stall_ms`` without a beat.
+
+    It counts its own ticks, so that time in which the process was stopped does not count, and it
+    needs no GIL. ``dump_signal`` is raised first: for a handler that prints the threads' stacks.
+    ValueError for a stall under 20 ms.
+    """
+
+    def __init__(self, stall_ms: int, exit_code: int, dump_signal: int = 0) -> None: ...
+    def beat(self) -> None:
+        """The loop makes progress."""
+    @property
+    def gaps(self) -> int:
+        """How often the process stood still, and the count began anew."""
+    def close(self) -> None:
+        """Watch nothing any more."""

@@ -30,7 +30,7 @@ from kvferry_sidecar.errors import ConfigError, ExitCode, HttpError
 from kvferry_sidecar.geometry.validate import validate_rank
 from kvferry_sidecar.keys.namespace import namespace_digest
 from kvferry_sidecar.limits import Limits
-from kvferry_sidecar.loop import READ, Loop, Signals
+from kvferry_sidecar.loop import READ, Loop, Signals, wait_s_max
 from kvferry_sidecar.observe import log as logs
 from kvferry_sidecar.observe.http.guard import read_token
 from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
@@ -98,10 +98,11 @@ class App:
         stack.callback(locks.lock_run_dir(config.run_dir).release)
         stale = locks.remove_stale_sockets(config.run_dir)
         raise_descriptor_limit(limits)
-        self._loop = Loop(self._on_error)
+        self._loop = Loop(self._on_error, idle_s_max=min(wait_s_max, limits.stall_ms_max / 4000))
         stack.callback(self._loop.close)
         self._open_http(stack)
         self._segment = self._open_pool(stack)
+        stack.callback(self._loop.end_watch)  # after the copies stopped, before the pool goes
         self._pool = HostTier(self._segment.pool)
         self._slow = self._open_slow_tiers(stack)
         self._copies = HostCopyEngine(
@@ -144,6 +145,7 @@ class App:
 
     def run(self) -> int:
         """Turn the loop until a signal ends it; returns the exit code."""
+        self._loop.watch_progress(self._config.limits.stall_ms_max)
         with Signals(self._loop, self._on_signal):
             self._window.desk = self._desk
             code = int(self._loop.run())

@@ -19,6 +19,7 @@ class ExitCode(enum.IntEnum):
     RUN_DIR = 4  # the run directory cannot be used, or another sidecar has it
     POOL = 5  # the pool segment cannot be made, or another sidecar has it
     WARNED = 6  # doctor: it works, and something should be changed
+    STALLED = 7  # the control loop made no progress; the watchdog ended the process
 
 
 class KvferryError(Exception):

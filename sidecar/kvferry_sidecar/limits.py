@@ -54,6 +54,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # The hot channel and the loop.
     messages_per_turn_max: int = 256  # hot frames handled before other work gets its turn
+    stall_ms_max: int = 20_000  # a loop without progress for this long ends the process
     router_hwm: int = 10_000  # ZeroMQ high-water mark, messages per peer
     loop_stall_ms_max: int = 15_000  # without a turn of the loop for this long, /livez fails
     drain_ms_max: int = 30_000  # SIGTERM: what is still in flight after this is cancelled

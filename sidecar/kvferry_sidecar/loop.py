@@ -15,6 +15,7 @@ Two things are unusual:
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import select
@@ -25,6 +26,9 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self
 
+from kvferry_native import Watchdog
+
+from kvferry_sidecar.errors import ExitCode
 from kvferry_sidecar.outcomes.histogram import SECONDS, Histogram, HistogramReading
 
 READ = select.EPOLLIN
@@ -33,7 +37,7 @@ HANG_UP = select.EPOLLHUP
 BROKEN = select.EPOLLERR
 
 events_per_turn_max = 256  # further ready descriptors wait for the next turn: none starves
-wait_s_max = 5.0  # an idle loop still turns this often, so that liveness can count turns
+wait_s_max = 5.0
 
 Handler = Callable[[int, float], None]  # (event bits, now_s)
 Ticker = Callable[[float], float]  # now_s -> seconds until the next wanted call, math.inf: none
@@ -51,18 +55,25 @@ class LoopStats:
 
 
 class Loop:
-    """One thread, one epoll set. ``on_error`` is told of every exception that left a handler."""
+    """One thread, one epoll set. ``on_error`` is told of every exception that left a handler.
+
+    An idle loop turns every ``idle_s_max``, so that liveness and the watchdog can count turns.
+    """
 
     def __init__(
         self,
         on_error: Callable[[BaseException, str], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        idle_s_max: float = wait_s_max,
     ) -> None:
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
         self._tickers: list[tuple[str, Ticker]] = []
         self._pending: list[Callable[[], bool]] = []
         self._clock = clock
+        self._idle_s_max = idle_s_max
+        self._watchdog: Watchdog | None = None
         self._on_error = on_error
         self._exit_code: int | None = None
         self._turns = 0
@@ -139,7 +150,7 @@ class Loop:
             handler = self._handlers.get(fd)
             if handler is not None:  # None: an earlier handler of this turn closed it
                 self._guarded(f"descriptor {fd}", handler, events, started_s)
-        next_s = wait_s_max
+        next_s = self._idle_s_max
         for name, ticker in self._tickers:
             next_s = min(next_s, self._ticked(name, ticker))
         ended_s = self._clock()
@@ -147,6 +158,8 @@ class Loop:
         self._longest_turn_s = max(self._longest_turn_s, ended_s - started_s)
         self._turn_seconds.observe(ended_s - started_s)
         self._last_turn_at_s = ended_s
+        if self._watchdog is not None:
+            self._watchdog.beat()
         return max(next_s, 0.0)
 
     def stats(self) -> LoopStats:
@@ -158,6 +171,20 @@ class Loop:
             self._handler_errors,
             self._turn_seconds.reading(),
         )
+
+    def watch_progress(self, stall_ms: int) -> None:
+        """From here on the loop must turn, and the process end after it, within ``stall_ms``.
+
+        Else a native thread ends the process with ExitCode.STALLED and the stacks of all threads.
+        """
+        # The watchdog's last words; sent by hand, the signal prints where a sidecar is.
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
+        self._watchdog = Watchdog(stall_ms, ExitCode.STALLED, signal.SIGUSR2)
+
+    def end_watch(self) -> None:
+        """Nothing is watched any more."""
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     def close(self) -> None:
         """Close the epoll set; watched descriptors stay their owners'."""

@@ -38,7 +38,8 @@ def kvferry() -> None:
     """Keep vLLM's KV cache across engines: one sidecar per node.
 
     Exit codes: 0 done; 1 it ran and failed; 2 flags, configuration or installation; 3 no sidecar
-    answers; 4 the run directory cannot be used; 5 the pool cannot be used; 6 doctor: warnings.
+    answers; 4 the run directory cannot be used; 5 the pool cannot be used; 6 doctor: warnings;
+    7 serve: the control loop hung.
     """
 
 

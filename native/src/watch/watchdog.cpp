@@ -1,0 +1,80 @@
+#include "kvferry/watchdog.h"
+
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <stdexcept>
+
+namespace kvferry {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Watchdog::Plan checked(Watchdog::Plan plan) {
+    if (plan.stall.count() < Watchdog::kTicksPerStall) {
+        throw std::invalid_argument("a watchdog needs a stall of at least 20 ms");
+    }
+    return plan;
+}
+
+}  // namespace
+
+Watchdog::Watchdog(Plan plan)
+    : plan_(checked(plan)), tick_(std::chrono::nanoseconds(plan.stall) / kTicksPerStall) {
+    thread_ = std::thread([this] { run(); });
+}
+
+Watchdog::~Watchdog() {
+    close();
+}
+
+void Watchdog::close() {
+    {
+        const std::lock_guard lock(mutex_);
+        closing_ = true;
+    }
+    wake_.notify_all();
+    if (thread_.joinable()) {
+        thread_.join();
+    }
+}
+
+void Watchdog::run() {
+    uint64_t seen = beats_.load(std::memory_order_relaxed);
+    int silent_ticks = 0;
+    auto last = Clock::now();
+    std::unique_lock lock(mutex_);
+    while (!wake_.wait_for(lock, tick_, [this] { return closing_; })) {
+        const auto now = Clock::now();
+        const bool gap = now - last > kGapTicks * tick_;
+        last = now;
+        const uint64_t beats = beats_.load(std::memory_order_relaxed);
+        if (gap) {
+            gaps_.fetch_add(1, std::memory_order_relaxed);
+        }
+        if (gap || beats != seen) {
+            seen = beats;
+            silent_ticks = 0;
+        } else if (++silent_ticks >= kTicksPerStall) {
+            end();
+        }
+    }
+}
+
+void Watchdog::end() const {
+    char text[160];
+    const int length = std::snprintf(
+        text, sizeof text,
+        "kvferry: the control loop made no progress for %lld ms; ending with code %d\n",
+        static_cast<long long>(plan_.stall.count()), plan_.exit_code);
+    // Nothing can be done about a stderr that takes nothing.
+    [[maybe_unused]] const ssize_t written = ::write(2, text, static_cast<size_t>(length));
+    if (plan_.dump_signal != 0) {
+        std::raise(plan_.dump_signal);
+    }
+    ::_exit(plan_.exit_code);
+}
+
+}  // namespace kvferry
