@@ -12,6 +12,7 @@ from kvferry_connector.link import Link
 from kvferry_connector.requests import Admission, EngineRequest, Limits, Phase, Send, Tracked
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.attach import RegisterEngine
+from kvferry_connector.wire.codec import ids_max
 
 MakeClient = Callable[[FerryConfig, Half, RegisterEngine], Client]
 Count = Callable[..., None]
@@ -107,7 +108,8 @@ class Lookup:
         client.set_live(self._asks, sorted(self._live))
         link = client.link() if releases else None
         if link is not None:
-            client.send(link, hot.Release(releases))
+            for first in range(0, len(releases), ids_max):
+                client.send(link, hot.Release(releases[first : first + ids_max]))
 
     def cancel(self, job: int) -> None:
         """Ask for a job's early end; its outcome comes to the ranks as ever."""

@@ -24,6 +24,7 @@ from kvferry_connector.log import logger
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
+from kvferry_connector.wire.codec import ids_max
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from kvferry_connector.link import Link
 
 
-acks_max = 1024  # per message
 _SWEEP_S = 0.01  # between two looks at every open job, while the link holds
+_IDLE_POLL_S = 1.0  # with no job open: an outcome whose acknowledgement was lost comes again
 # Shared by all steps with nothing to report; vLLM only reads it.
 _NOTHING = KVConnectorTransferResults()
 
@@ -164,7 +165,8 @@ class WorkerHalf:
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests whose load has ended on this rank since the last call."""
-        if (self._open or self._acks) and self._client is not None:
+        idle_poll = time.monotonic() >= self._sweep_at_s + _IDLE_POLL_S
+        if (self._open or self._acks or idle_poll) and self._client is not None:
             self._poll(self._client)
         if not self._finished:
             return _NOTHING
@@ -187,8 +189,8 @@ class WorkerHalf:
             for message, _ in client.receive(link):
                 self._hear(message)
             # What is not taken now is tried again with the next poll.
-            while self._acks and client.send(link, hot.OutcomeAck(self._acks[:acks_max])):
-                del self._acks[:acks_max]
+            while self._acks and client.send(link, hot.OutcomeAck(self._acks[:ids_max])):
+                del self._acks[:ids_max]
         now_s = time.monotonic()
         if link is None or now_s >= self._sweep_at_s:
             self._sweep_at_s = now_s + _SWEEP_S

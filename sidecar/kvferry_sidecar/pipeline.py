@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvferry_connector.wire.attach import Heartbeat
+from kvferry_connector.wire.codec import ids_max
 from kvferry_connector.wire.hot import (
     Ask,
     Cancel,
@@ -63,6 +64,13 @@ __all__ = ["Pipeline", "PipelineSnapshot"]
 
 def _known_namespace(session: Session, version: bytes) -> bytes | None:
     return session.namespaces.get(version)
+
+
+def _ids_of(message: FromHalf) -> int:
+    """Return how many ids a message lists: the loop walks them in one turn."""
+    if isinstance(message, Release):
+        return len(message.admissions)
+    return len(message.jobs) if isinstance(message, OutcomeAck) else 0
 
 
 class Pipeline:
@@ -109,9 +117,9 @@ class Pipeline:
             what = f"a rank sent {type(message).__name__}"
             self._core.refuse_frame(peer, Decline(Reason.ROLE, what))
             return
-        named, named_max = self._ids_of(message)
-        if named > named_max:
-            what = f"{named} ids in one {type(message).__name__}; at most {named_max}"
+        named = _ids_of(message)
+        if named > ids_max:
+            what = f"{named} ids in one {type(message).__name__}; at most {ids_max}"
             self._core.refuse_frame(peer, Decline(Reason.FRAMES, what))
             return
         match message:
@@ -129,15 +137,6 @@ class Pipeline:
                 self._jobs.on_status(peer, message, now_s)
             case OutcomeAck():
                 self._jobs.on_acknowledged(peer, message)
-
-    def _ids_of(self, message: FromHalf) -> tuple[int, int]:
-        """Return how many ids a message lists, and the bound: the loop walks them in one turn."""
-        limits = self._core.limits
-        if isinstance(message, Release):
-            return len(message.admissions), limits.admissions_max
-        if isinstance(message, OutcomeAck):
-            return len(message.jobs), limits.outcomes_unacked_max
-        return 0, 0
 
     def on_beat(self, peer: Peer, beat: Heartbeat, now_s: float) -> None:
         """Compare the leases a scheduler half still counts on with what is held for it."""

@@ -96,6 +96,17 @@ class FakeCopies:
         self.finished.append(result)
         return result
 
+    def tear(self, ticket: int, share: float) -> None:
+        """The process dies: a share of one copy has happened, and nobody will tell of it."""
+        copy = self.running.pop(ticket)
+        extents = copy.extents
+        ends = zip(extents.blocks.tolist(), extents.pool_offsets.tolist(), strict=True)
+        for block, offset in list(ends)[: int(share * len(extents.blocks))]:
+            if copy.direction is Direction.GATHER:
+                self.memory[offset] = extents.layout.values.get(block, 0)
+            else:
+                extents.layout.values[block] = self.memory[offset]
+
     def finish_all(self) -> None:
         for ticket in list(self.running):
             self.finish(ticket)

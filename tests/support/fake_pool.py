@@ -36,6 +36,13 @@ class FakePool:
         self.evictions = 0
         self._evicted = b""
 
+    def recover(self) -> None:
+        """Be as found after kill -9: what is not ready is free, leases are gone."""
+        for number, entry in list(self._entries.items()):
+            entry.leases = 0
+            if entry.state != "ready":
+                self._drop(number)
+
     def _ready(self, key: bytes) -> int | None:
         entry = self._index.get(key)
         return entry if entry is not None and self._entries[entry].state == "ready" else None

@@ -1,348 +1,322 @@
-"""The simulated world: a clock, a bad network, engines that come and go, one pipeline.
+"""The simulated world: a clock, a bad network, engines and sidecars that come and go.
 
-Every step does one random thing and then checks the invariants of architecture.md section 3
-that can be seen from outside. A failure names the seed: run(seed) repeats it exactly.
+Every step does one random thing and then checks the invariants of architecture.md section 3 that
+can be seen from outside. ``saw(name)`` notes a situation that a run must have met. A failure names
+the seed: run(seed) repeats it exactly.
 """
 
 from __future__ import annotations
 
-import heapq
+import logging
+import math
 import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
-from kvferry_connector.wire.hot import FromHalf, FromSidecar, Outcome
-from kvferry_native import mix_keys
-from kvferry_sidecar.engines.base import CopyStatus, Direction
-from kvferry_sidecar.limits import Limits
-from kvferry_sidecar.pipeline import Pipeline
+from kvferry_connector import lookup, scheduler_half, worker_half
+from kvferry_connector.jobs import Report
+from kvferry_connector.log import LOGGER
+from kvferry_connector.wire.hot import FromSidecar, JobState, NeedFull, Outcome
 from kvferry_sidecar.sessions.model import Peer
-from kvferry_sidecar.stages.stores import Tier
-from kvferry_sidecar.tiers.host import HostTier
-from kvferry_sidecar.tiers.runner import Get, Put
-from support.fake_copies import FakeCopies, FakeLayout
 from support.fake_pool import FakePool
-from support.fake_tier import FakeTier
-from support.pipeline_bed import NullLog, value_of
-from support.sim_halves import PROMPTS, SimEngine
+from support.node_messages import engine_registration
+from support.sim_checks import SimChecks
+from support.sim_engine import SimEngine
+from support.sim_network import SimFrame, SimNetwork
+from support.sim_rank import Shape
+from support.sim_sidecar import SimProcess, SimSidecar, Stored
 
-LIMITS = Limits(
-    admissions_max=12,
-    key_bytes_max=1500,
-    leases_max=10,
-    lease_idle_ms_max=800,
-    jobs_max=6,
-    tombstones_max=16,
-    outcomes_unacked_max=24,
-    outcome_resend_ms=50,
-    fence_ms_max=400,
-    copy_ms_max=500,
-    save_copies_max=3,
-    ranks_wait_ms_max=500,
-    stage_ms_max=30,
-    stage_bytes_max=9 << 10,
-    stage_calls_max=2,
-    store_call_bytes_max=4 << 10,
-    store_ms_max=300,
-    store_retry_ms=50,
-    abandoned_calls_max=2,
-    write_behind_max=8,
-)
-SHAPES = [("a", 1, 2, 1), ("b", 1, 2, 1), ("c", 2, 1, 2)]  # name, model, ranks, groups
+SHAPES = (Shape("a", 1, 2, 1), Shape("b", 1, 2, 1), Shape("c", 2, 1, 2))
+SLOTS = 24
+# What breaks, by name; the copies' and the frames' faults are drawn where they happen.
+FAULTS = (
+    "sidecar killed", "sidecar stopped", "sidecar drained", "engine killed", "engine stopped",
+    "rank killed", "rank stopped", "stream lost", "rotated", "cancelled", "corrupted",
+    "clock jumped",
+)  # fmt: skip
 
 
 class World:
-    def __init__(self, seed: int, pool: object | None = None) -> None:
+    """``pool``: a FakePool, or a native one with ``reopen`` to attach it after a death."""
+
+    def __init__(self, seed: int, pool: Any = None, reopen: Any = None) -> None:
         self.rng = random.Random(seed)
         self.now_s = 1000.0
-        self.copies = FakeCopies()
-        self.pool = pool or FakePool(slots=24)
-        self.log = NullLog()
-        self.slow = [
-            FakeTier(self.copies, self.pool.address, source=source, threads=2)
-            for source in ("disk", "external")
-        ]
-        self.pipeline = Pipeline(
-            tiers=[Tier(slow.name, slow.source, slow, "all") for slow in self.slow],
-            pool=HostTier(self.pool),
-            copies=self.copies,
-            send=self.send_down,
-            limits=LIMITS,
-            log=self.log,
-        )
-        self.network: list = []
-        self.frames = 0
-        self.kind = True  # no faults: used to end a run
-        self.generations = 0
-        self.engines: dict[str, SimEngine] = {}
-        self.dying: list[SimEngine] = []
-        self.closed: set[FakeLayout] = set()
+        self.network = SimNetwork(self.rng, self._deliver_up, self._deliver_down)
+        self.pool = pool or FakePool(slots=SLOTS)
+        self._reopen = reopen
+        self.memory: dict[int, int] = {}  # the pool's payloads, by offset
+        self.stores: dict[str, Stored] = {"disk": {}, "external": {}}
         self.corrupted: set[int] = set()
-        self.first_outcome: dict[tuple[int, int], Outcome] = {}
-        self.loaded = 0
+        self.seen: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.snapshots: list[Any] = []  # of sidecars that are gone
+        self.engines: dict[str, SimEngine] = {}
+        self.sidecar: SimSidecar | None = None
+        self._epochs = self._inodes = self._instances = 0
+        self._start_s = 0.0  # when the next sidecar starts
+        self._pending: dict[str, float] = {}  # when the next life of an engine starts
+        self._reported: set[tuple[int, int, int]] = set()
+        self.checks = SimChecks(self)
+        self.loaded = self.loads_failed = 0
+        self._start_sidecar()
         for shape in SHAPES:
-            self.start(shape)
-        self.kind = False
+            self._start_engine(shape)
 
-    # --- engines ----------------------------------------------------------------------------
+    def saw(self, name: str) -> None:
+        """A situation of interest has come up."""
+        self.seen[name] += 1
 
-    def start(self, shape: tuple[str, int, int, int]) -> None:
-        name, model, ranks, groups = shape
-        engine = SimEngine(
-            name,
-            model,
-            ranks,
-            groups,
-            self.generations + 1,
-            self.rng,
-            self.send_up,
-            self.copies,
-        )
-        self.generations += 1 + ranks
-        self.engines[name] = engine
-        self.pipeline.on_session_ready(engine.session, self.now_s)
+    def new_process(self) -> SimProcess:
+        self._inodes += 1
+        return SimProcess(self._inodes)
 
-    def kill(self, name: str, *, bye: bool = False) -> None:
-        engine = self.engines.pop(name)
-        engine.alive = False
-        self.loaded += engine.loaded
-        gone = self.pipeline.on_bye if bye else self.pipeline.on_peer_dead
-        peers = engine.peers()
-        self.rng.shuffle(peers)
-        for peer in peers:
-            gone(peer, self.now_s)
-        self.dying.append(engine)
-        self.start(next(shape for shape in SHAPES if shape[0] == name))
+    # --- processes ----------------------------------------------------------------------------
 
-    # --- network ----------------------------------------------------------------------------
-
-    def send_up(self, peer: Peer, message: FromHalf, raw: list[bytes]) -> None:
-        self._post("up", peer, message, raw)
-
-    def send_down(self, peer: Peer, message: FromSidecar) -> None:
-        if isinstance(message, Outcome):
-            self._check_outcome(peer, message)
-        self._post("down", peer, message, [])
-
-    def _post(self, way: str, peer: Peer, message: object, raw: list[bytes]) -> None:
-        copies = 1
-        delay_s = self.rng.uniform(0, 0.002)
-        if not self.kind:
-            luck = self.rng.random()
-            copies = 0 if luck < 0.05 else 2 if luck < 0.1 else 1
-        for _ in range(copies):
-            if not self.kind and self.rng.random() < 0.05:
-                delay_s = self.rng.uniform(0, 1.5)
-            self.frames += 1
-            entry = (self.now_s + delay_s, self.frames, way, peer, message, raw)
-            heapq.heappush(self.network, entry)
-
-    def deliver(self) -> None:
-        while self.network and self.network[0][0] <= self.now_s:
-            _, _, way, peer, message, raw = heapq.heappop(self.network)
-            engine = self.engines.get(peer.session.key.engine_id)
-            if engine is None or engine.session is not peer.session:
-                continue  # a stale generation: the transport refuses it
-            if way == "up":
-                self.pipeline.on_message(peer, message, raw, self.now_s)
+    def _start_sidecar(self) -> None:
+        self._epochs += 1
+        if self._epochs > 1:
+            if self._reopen is not None:
+                self.pool = self._reopen(self._epochs)
             else:
-                engine.on_message(peer, message, self.now_s)
+                self.pool.recover()
+                self.checks.kept = set(self.pool._entries)
+        self.checks.forget()
+        sidecar = SimSidecar(
+            self._epochs, self.pool, self.memory, self.stores, self.rng, self._send_down
+        )
+        sidecar.now_s = self.now_s
+        self.sidecar = sidecar
 
-    # --- one step ---------------------------------------------------------------------------
+    def kill_sidecar(self) -> None:
+        """kill -9: each half learns of it in its own time."""
+        sidecar = self.sidecar
+        assert sidecar is not None
+        for part in sidecar.pipeline._jobs.open_parts().values():
+            self.saw(f"the sidecar died with a {part.run.work.kind} {part.state.value}")
+        if len(sidecar.pipeline._core.outbox):
+            self.saw("the sidecar died with outcomes not acknowledged")
+        if sidecar.pipeline._core.draining:
+            self.saw("the sidecar drained" if sidecar.pipeline.drained() else "a drain was cut off")
+        self._keep_books(sidecar)
+        sidecar.kill()
+        self.sidecar = None
+        for engine in self.engines.values():
+            for client in engine.clients():
+                client.died(sidecar.epoch, self.now_s + self.rng.uniform(0, 0.3))
+        self._start_s = self.now_s + self.rng.uniform(0, 0.5)
+
+    def _keep_books(self, sidecar: SimSidecar) -> None:
+        self.snapshots.append(sidecar.pipeline.snapshot())
+        self.seen += sidecar.seen
+        self.faults += sidecar.faults
+        errors = {text.split(" {")[0] for text in sidecar.log.errors}
+        assert errors <= {"checksum mismatch"}, sidecar.log.errors
+
+    def _start_engine(self, shape: Shape) -> None:
+        if not self._instances or self.rng.random() < 0.5:  # else: the very same ids again
+            self._instances += 1
+        version = bytes(16)
+
+        def describe(config: Any, _cache: Any, _life: bytes) -> Any:
+            parallel = config.parallel_config
+            ranks = list(range(parallel.world_size))
+            return engine_registration(ranks, life=parallel.life, version=version)
+
+        with patch.object(scheduler_half, "describe_engine", describe):
+            self.engines[shape.name] = SimEngine(self, shape, f"i{self._instances}")
+
+    def kill_engine(self, name: str) -> None:
+        """All its processes die, in any order; another life starts, perhaps before it is seen."""
+        engine = self.engines.pop(name)
+        self.loaded += engine.loaded
+        self.loads_failed += engine.loads_failed
+        for process in engine.processes:
+            self._kill_process(process)
+        self._pending[name] = self.now_s + self.rng.uniform(0, 0.4)
+
+    def _kill_process(self, process: SimProcess) -> None:
+        if process.alive:
+            process.alive, process.seen_s = False, self.now_s + self.rng.uniform(0, 0.2)
+
+    # --- network ------------------------------------------------------------------------------
+
+    def _send_down(self, peer: Peer, message: FromSidecar) -> None:
+        sidecar = self.sidecar
+        assert sidecar is not None
+        if isinstance(message, Outcome):
+            self.checks.check_outcome(sidecar, peer, message)
+        elif isinstance(message, JobState):
+            self.saw(f"a rank asked for a job that is {message.state}")
+        elif isinstance(message, NeedFull):
+            self.saw("the full list was asked for")
+        self.network.post(self.now_s, False, (sidecar.epoch, peer.generation), message)
+
+    def _deliver_up(self, frame: SimFrame) -> None:
+        if self.sidecar is not None:
+            self.sidecar.take(frame, self.now_s)
+
+    def _deliver_down(self, frame: SimFrame) -> None:
+        for engine in self.engines.values():
+            for client in engine.clients():
+                link = client.published
+                if link is not None and link.key == frame.key and client.process.alive:
+                    client.inbox.append(frame)
+
+    # --- one step -----------------------------------------------------------------------------
 
     def step(self) -> None:
-        self.now_s += self.rng.expovariate(400)
-        self.deliver()
-        engine = self.rng.choice(list(self.engines.values()))
-        self._act(engine)
-        if self.copies.running and self.rng.random() < 0.5:
-            self._finish_a_copy()
-        if self.rng.random() < 0.7:
-            self.pipeline.on_copies(self.now_s)
-        for slow in self.slow:
-            self._finish_a_call(slow)
-        if self.rng.random() < 0.7:
-            self.pipeline.on_stores(self.now_s)
-        self.pipeline.on_tick(self.now_s)
-        for live in self.engines.values():
-            live.ask_for_jobs(self.now_s)
-        self.check()
+        """One thing happens; then everything is looked at."""
+        self.now_s += self.rng.expovariate(250)
+        self._fault(self.rng.random())
+        if self.sidecar is None and self.now_s >= self._start_s:
+            self._start_sidecar()
+        for name in [name for name, start_s in self._pending.items() if start_s <= self.now_s]:
+            del self._pending[name]
+            self._start_engine(next(shape for shape in SHAPES if shape.name == name))
+        for name in [n for n, engine in self.engines.items() if engine.ends_s <= self.now_s]:
+            self.kill_engine(name)
+        if self.engines:
+            engines = list(self.engines.values())
+            for _ in range(4):
+                self.rng.choice(engines).act()
+        self._turn()
+        self.checks.check()
 
-    def _act(self, engine: SimEngine) -> None:
-        luck = self.rng.random()
-        if luck < 0.30:
-            engine.advance()
-        elif luck < 0.42:
-            engine.save(self.now_s)
-        elif luck < 0.54:
-            engine.new_request()
-        elif luck < 0.90:
-            self._go_on(engine)
-        elif luck < 0.93:
-            engine.cancel()
-        elif luck < 0.96:
-            self.pipeline.on_beat(engine.scheduler, engine.beat(), self.now_s)
-        elif luck < 0.962:
-            engine.rotate()
-            self.pipeline.on_version(engine.session, self.now_s)
-        elif luck < 0.963:
-            self.kill(engine.name, bye=not engine.jobs)
-        elif luck < 0.97 and self.copies.memory:
-            self._corrupt()
-        elif luck < 0.975:
-            self.now_s += self.rng.uniform(0, 0.6)  # everything stands still for a while
+    def _turn(self, *, whole: bool = False) -> None:
+        sidecar = self.sidecar
+        if sidecar is None or sidecar.runs(self.now_s):
+            self.network.deliver(self.now_s)
+        for engine in self.engines.values():
+            for client in engine.clients():
+                client.live_on(self.now_s)
+        if sidecar is not None and sidecar.runs(self.now_s):
+            while sidecar.copies.running and self.rng.random() < 0.6:
+                sidecar.finish_a_copy()
+            for tier in sidecar.tiers:
+                tier.answering |= self.network.fair
+                sidecar.finish_a_call(tier)
+            sidecar.turn(self.now_s, whole=whole)
+            drained = sidecar.pipeline._core.draining and sidecar.pipeline.drained()
+            if drained or self.now_s >= sidecar.drain_until_s:
+                self.kill_sidecar()
 
-    def _go_on(self, engine: SimEngine) -> None:
-        if not engine.requests:
+    def _fault(self, luck: float) -> None:
+        """Now and then something breaks; each kind is counted."""
+        sidecar = self.sidecar
+        at = int(luck / 0.0016)
+        if at >= len(FAULTS):
             return
-        request = self.rng.choice(list(engine.requests.values()))
-        luck = self.rng.random()
-        if request.state == "leased" and luck < 0.8:
-            engine.load(request, self.now_s)
-        elif request.state in {"probed", "asked"} and luck < 0.7:
-            engine.ask(request)
-        elif request.state == "probed" and luck < 0.8:
-            engine.grow(request)
-        elif request.state != "loading":
-            engine.drop(request, tell=luck < 0.95)
-
-    def _finish_a_copy(self) -> None:
-        ticket = self.rng.choice(list(self.copies.running))
-        luck = self.rng.random()
-        late = CopyStatus.DONE if luck < 0.1 else CopyStatus.FAILED if luck < 0.13 else None
-        self.copies.finish(ticket, late)
-
-    def _finish_a_call(self, slow: FakeTier) -> None:
-        luck = self.rng.random()
-        if luck < 0.002:
-            slow.answering = not slow.answering
-        elif luck < 0.003:
-            slow.stored.clear()
-        if slow.open and luck < 0.3:
-            slow.finish(self.rng.choice(list(slow.open)))
-
-    def _corrupt(self) -> None:
-        offset = self.rng.choice(list(self.copies.memory))
-        self.copies.memory[offset] += 10**12
-        self.corrupted.add(offset)
+        name = FAULTS[at]
+        if not self.engines or (sidecar is None and name.startswith("sidecar")):
+            return
+        engine = self.rng.choice(list(self.engines.values()))
+        match name:
+            case "sidecar killed":
+                self.kill_sidecar()
+            case "sidecar stopped" if sidecar is not None:
+                sidecar.stopped_until_s = self.now_s + self.rng.uniform(0, 1.0)
+            case "sidecar drained" if sidecar is not None:
+                sidecar.pipeline.drain(self.now_s)
+                sidecar.drain_until_s = self.now_s + 0.4  # its supervisor's patience
+            case "engine killed":
+                self.kill_engine(engine.shape.name)
+            case "rank killed":
+                self._kill_process(self.rng.choice(engine.processes))
+                engine.ends_s = self.now_s + self.rng.uniform(0, 0.6)  # the others notice then
+            case "engine stopped":
+                engine.stopped_until_s = self.now_s + self.rng.uniform(0, 1.2)
+            case "rank stopped":
+                rank = self.rng.choice(engine.ranks)
+                rank.stopped_until_s = self.now_s + self.rng.uniform(0, 1.2)
+            case "stream lost":
+                self.rng.choice(engine.clients()).lose_stream(self.now_s)
+            case "rotated":
+                engine.half.rotate()
+            case "cancelled":
+                if not engine.half._jobs._open:
+                    return
+                engine.half._lookup.cancel(self.rng.choice(list(engine.half._jobs._open)))
+            case "corrupted":
+                if not self.memory:
+                    return
+                offset = self.rng.choice(list(self.memory))
+                self.memory[offset] += 10**20
+                self.corrupted.add(offset)
+            case "clock jumped":
+                self.now_s += self.rng.uniform(0, 0.6)
+        self.faults[name] += 1
 
     # --- the end of a run -------------------------------------------------------------------
 
     def settle(self) -> None:
         """No more faults: everything that is open must end, and nothing may be left."""
-        self.kind = True
-        for _ in range(400):
-            self.now_s += 0.02
-            self.deliver()
+        self.network.fair = True
+        for _ in range(900):
+            self.now_s += 0.01
+            if self.sidecar is None and self.now_s >= self._start_s:
+                self._start_sidecar()
+            for name in list(self._pending):
+                del self._pending[name]
+                self._start_engine(next(shape for shape in SHAPES if shape.name == name))
+            for name in [n for n, e in self.engines.items() if e.ends_s < math.inf]:
+                self.kill_engine(name)
             for engine in self.engines.values():
-                engine.advance()
-                engine.ask_for_jobs(self.now_s)
-                for request in list(engine.requests.values()):
-                    if request.state != "loading":
-                        engine.drop(request, tell=False)
-                self.pipeline.on_beat(engine.scheduler, engine.beat(), self.now_s)
-            self.copies.finish_all()
-            self.pipeline.on_copies(self.now_s)
-            for slow in self.slow:
-                slow.answering = True
-                slow.finish_all()
-            self.pipeline.on_stores(self.now_s)
-            self.pipeline.on_tick(self.now_s)
-            self.check()
-        assert self.pipeline.check() == []
-        assert self.pipeline.drained(), self.pipeline.snapshot()
+                engine.settle()
+            for _ in range(4):
+                self._turn(whole=True)
+            self.checks.check()
+        self._assert_idle()
+
+    def _assert_idle(self) -> None:
+        sidecar = self.sidecar
+        assert sidecar is not None
+        assert sidecar.pipeline.check() == []
+        assert sidecar.pipeline.drained(), sidecar.pipeline.snapshot()
         stats = self.pool.stats()
         assert (stats.writing, stats.leased, stats.doomed) == (0, 0, 0)
-        snapshot = self.pipeline.snapshot()
-        assert snapshot.ledger.open == 0
-        assert snapshot.violations == []
-        assert all(not engine.jobs for engine in self.engines.values())
-        assert {text.split(" {")[0] for text in self.log.errors} <= {"checksum mismatch"}
-        self.loaded += sum(engine.loaded for engine in self.engines.values())
-
-    # --- invariants -------------------------------------------------------------------------
-
-    def check(self) -> None:
-        self._close_what_is_idle()
-        owned = {
-            layout: {block for sim in engine.jobs.values() for block in sim.blocks}
-            for engine in self.engines.values()
-            for layout in engine.engine.layouts.values()
-        }
-        for copy in self.copies.running.values():
-            layout = copy.extents.layout
-            assert layout not in self.closed, "a copy runs over memory that was closed"
-            blocks = set(copy.extents.blocks.tolist())
-            assert layout not in owned or blocks <= owned[layout], "a copy over freed blocks"
-            if isinstance(self.pool, FakePool):
-                self._check_slots(copy)
-        for slow in self.slow if isinstance(self.pool, FakePool) else ():
-            self._check_calls(slow)
-        if self.frames % 16 == 0:
-            assert self.pipeline.check() == []
-            self._check_visible()
-
-    def _check_slots(self, copy) -> None:
-        """Invariants 1 and 3: a gather writes reserved slots, a scatter reads leased ones."""
-        state = {e.slot: e for e in self.pool._entries.values()}
-        for offset in copy.extents.pool_offsets.tolist():
-            entry = state[offset // self.pool.slab_bytes]
-            if copy.direction is Direction.GATHER:
-                assert entry.state == "writing"
-            else:
-                assert entry.leases > 0
-
-    def _check_calls(self, slow: FakeTier) -> None:
-        """The same for calls into stores, however late they are."""
-        state = {e.slot: e for e in self.pool._entries.values()}
-        for call in slow.open.values():
-            for item in call.items if isinstance(call, Get | Put) else ():
-                entry = state[(item.address - self.pool.address) // self.pool.slab_bytes]
-                assert entry.key == item.key
-                assert entry.state == "writing" if isinstance(call, Get) else entry.leases > 0
-
-    def _check_visible(self) -> None:
-        """Invariant 3: a visible key has all its bytes, of every shard, of the right content."""
-        if not isinstance(self.pool, FakePool):
-            return
-        named = {}
+        assert sidecar.registry.leaving == 0
         for engine in self.engines.values():
-            for version, namespace in engine.session.namespaces.items():
-                for prompt in range(PROMPTS):
-                    named |= self._names(engine, version, namespace, prompt)
-        for entry in self.pool._entries.values():
-            if entry.state != "ready" or entry.key not in named:
-                continue
-            salt, prompt, chunk, group = named[entry.key]
-            for shard in range(entry.shards):
-                offset = entry.slot * self.pool.slab_bytes + shard * 1024
-                right = value_of(salt + prompt, chunk, shard, group)
-                value = self.copies.memory[offset]
-                assert value == right or offset in self.corrupted, "wrong bytes are visible"
+            assert not engine.half._jobs, f"jobs are left in {engine.shape.name}"
+            assert engine.half._jobs.pinned_blocks == 0
+            assert not engine.requests
+            assert not engine.leaving
+            assert engine.pool.room() == len(engine.pool.blocks) - 1
+            assert engine.half._lookup._live == set()
+            assert all(not rank.half._open for rank in engine.ranks)
+            assert all(client.published and client.published.ready for client in engine.clients())
+            self.loaded += engine.loaded
+            self.loads_failed += engine.loads_failed
+        self._keep_books(sidecar)
+        assert self.snapshots[-1].violations == []
 
-    _hash_frames: dict[int, bytes] = {}  # noqa: RUF012 - the same for every world
+    def reported(self, engine: SimEngine, rank: int, job: int, end: Report) -> None:
+        """A worker half tells the scheduler half of the end of a job."""
+        key = (id(engine.life), rank, job)
+        assert key not in self._reported, f"rank {rank} reports job {job} twice"
+        self._reported.add(key)
+        self.saw(f"report {end.status}/{end.reason}")
 
-    def _names(self, engine, version, namespace, prompt):
-        from support.pipeline_bed import HASH_BYTES, chain
 
-        frame = self._hash_frames.setdefault(prompt, chain(prompt, 7))
-        salt = engine.salts[version]
-        return {
-            key.tobytes(): (salt, prompt, chunk, group)
-            for group in range(engine.groups)
-            for chunk, key in enumerate(mix_keys(namespace, group, 0, frame, HASH_BYTES, 0, 1))
-        }
-
-    def _close_what_is_idle(self) -> None:
-        """The registry closes a dead engine's mappings once the pipeline lets go of them."""
-        for engine in list(self.dying):
-            if not self.pipeline.busy(engine.session):
-                self.closed |= set(engine.engine.layouts.values())
-                self.dying.remove(engine)
-
-    def _check_outcome(self, peer: Peer, outcome: Outcome) -> None:
-        """Invariant 2: one end per rank and job; a repeated submit may only be told so."""
-        key = (peer.generation, outcome.job)
-        first = self.first_outcome.setdefault(key, outcome)
-        assert outcome == first or outcome.reason == "tombstone", (first, outcome)
-        owner = self.engines.get(peer.session.key.engine_id)
-        if owner is not None and owner.session is peer.session and outcome.job in owner.jobs:
-            owner.check_untouched(owner.jobs[outcome.job], peer.rank)
+@contextmanager
+def simulated(world: World) -> Iterator[World]:
+    """Let the connector read the world's clock and its random numbers, and log nothing."""
+    clock = SimpleNamespace(monotonic=lambda: world.now_s, perf_counter=lambda: world.now_s)
+    chance = SimpleNamespace(urandom=world.rng.randbytes)
+    logger = logging.getLogger(LOGGER)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with (
+            patch.object(lookup, "time", clock),
+            patch.object(worker_half, "time", clock),
+            patch.object(scheduler_half, "time", clock),
+            patch.object(scheduler_half, "os", chance),
+        ):
+            yield world
+    finally:
+        logger.setLevel(level)

@@ -19,8 +19,9 @@ COLUMNS_MAX = 100
 # are the life of a request, a quarter the attachment, a quarter the facts that keep two engines
 # from sharing wrong bytes. It may shrink; it grows with what it serves only (sliding windows and
 # chunked local attention took 46 lines, a shorter load after a failed one 26, loads and pins that a
-# cache reset meets 28, groups of several specs and caches held by several ranks 34).
-CONNECTOR_LINES_MAX = 2534
+# cache reset meets 28, groups of several specs and caches held by several ranks 34, bounded
+# lists of ids and an idle rank that still listens 4).
+CONNECTOR_LINES_MAX = 2538
 
 # path: lines it had when it went over the goal
 RATCHET: dict[str, int] = {"tests/unit/sidecar/test_segment.py": 419}

@@ -21,6 +21,7 @@ body_bytes_max = 1 << 20
 raw_frames_max = 2
 raw_bytes_max = 64 << 20
 id_chars_max = 512
+ids_max = 1024  # that one Release or OutcomeAck lists
 error_chars_max = 256  # of a decoder's error: it quotes what it met, which may be very long
 
 Frame = bytes | bytearray | memoryview

@@ -118,12 +118,28 @@ def test_loads_go_out_at_bind_and_saves_after_the_forward(
 
 
 def test_step_without_jobs_touches_no_socket(half: WorkerHalf, client: ScriptedClient) -> None:
+    half.results()
+    client.polls = 0
     half.bind(FerryMetadata(7))
     half.end_forward()
     half.end_forward()
     assert not half.results().finished_recving
     assert half.worker_metadata() is None
     assert (client.polls, client.sent) == (0, [])
+
+
+def test_an_outcome_that_comes_again_is_acknowledged_with_no_job_open(
+    half: WorkerHalf, client: ScriptedClient, clock: SimpleNamespace
+) -> None:
+    half.results()
+    client.inbox.append(outcome(1))  # its acknowledgement was lost
+    clock.s += 0.5
+    half.results()
+    assert client.sent == [], "once a second is enough"
+    clock.s += 1.0
+    half.results()
+    assert client.sent == [(hot.OutcomeAck([1]), [])]
+    assert half.worker_metadata() is None, "and it ends nothing twice"
 
 
 @pytest.mark.parametrize(

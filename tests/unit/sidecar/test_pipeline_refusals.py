@@ -6,6 +6,7 @@ import dataclasses
 
 import msgspec
 import pytest
+from kvferry_connector.wire.codec import ids_max
 from kvferry_connector.wire.hot import (
     Error,
     Outcome,
@@ -132,10 +133,9 @@ def test_messages_of_the_wrong_half_and_garbage_are_answered_by_an_error():
 
 def test_lists_of_ids_have_a_bound():
     bed, engine = Bed(limits=Limits(admissions_max=4, outcomes_unacked_max=3)), make_engine()
-    for peer, message in (
-        (engine.scheduler, Release([1] * 5)),
-        (engine.workers[0], OutcomeAck([1] * 4)),
-    ):
+    for peer, kind in ((engine.scheduler, Release), (engine.workers[0], OutcomeAck)):
+        assert bed.say(peer, kind([1] * ids_max)) == [], "the connector may list so many"
+        message = kind([1] * (ids_max + 1))
         (refusal,) = bed.say(peer, message)
         assert isinstance(refusal, Error)
         assert "ids in one" in refusal.message
