@@ -18,10 +18,11 @@ from typing import Annotated, Literal
 import msgspec
 from kvferry_connector.wire.names import run_dir_bytes_max
 
-from kvferry_sidecar import settings
+from kvferry_sidecar import settings, slow_tiers
 from kvferry_sidecar.errors import ConfigError, PoolSegmentError
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.settings import Setting
+from kvferry_sidecar.slow_tiers import DiskTierConfig, RemoteTierConfig
 
 ENV_PREFIX = "KVFERRY_"
 CONFIG_ENV = "KVFERRY_CONFIG"
@@ -36,7 +37,6 @@ SLAB_BYTES_MAX = 64 << 20
 SLABS_PER_POOL = 64
 POOL_BYTES_PER_KEY = 16 << 10
 KEYS_MIN = 4096
-DISK_BYTES_MIN = 16 << 20
 
 # Kubernetes puts these into every container beside a Service named kvferry-something.
 _SERVICE_LINK = re.compile(
@@ -47,10 +47,6 @@ _SERVICE_LINK = re.compile(
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 # host:port with an IPv4 address, a name or [an IPv6 address]; empty: off
 _ADDRESS = r"^$|^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$"
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
-_Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
-# Which objects of the pool are written to a slower tier: each, those loaded again, or none.
-Policy = Literal["all", "reused", "none"]
 _SegmentName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 
 
@@ -66,21 +62,12 @@ class HostTierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys_max: _Positive
 
 
-class DiskTierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Directories under the host pool; ``bytes`` of all of them together, 0: no disk tier."""
-
-    paths: str  # separated by commas
-    bytes: _Natural
-    free_bytes_min: _Natural
-    threads: _Threads  # of each path
-    policy: Policy
-
-
 class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where bytes are kept."""
 
     host: HostTierConfig
     disk: DiskTierConfig
+    remote: RemoteTierConfig
 
 
 class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -274,11 +261,6 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "retention": "engine",
         "tiers.host.bytes": POOL_BYTES,
         "tiers.host.name": f"kvferry-{os.getuid()}",
-        "tiers.disk.paths": "",
-        "tiers.disk.bytes": 0,
-        "tiers.disk.free_bytes_min": 1 << 30,
-        "tiers.disk.threads": 4,
-        "tiers.disk.policy": "all",
         "copy.threads": min(max(cpus // 4, 1), 8),
         "log.level": "info",
         "log.format": "console",
@@ -286,6 +268,7 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "http.probes_listen": "",
         "http.token_file": "",
     }
+    defaults |= slow_tiers.DEFAULTS
     for name, value in msgspec.structs.asdict(Limits()).items():
         defaults[f"limits.{name}"] = value
     full = {key: Setting(value, "default") for key, value in defaults.items()} | values
@@ -310,37 +293,9 @@ def _decode(values: dict[str, Setting]) -> Loaded:
     return Loaded(config, {key: one.origin for key, one in values.items()})
 
 
-def disk_paths(disk: DiskTierConfig) -> list[Path]:
-    """Return the configured directories; none when there is no disk tier."""
-    return [Path(one.strip()) for one in disk.paths.split(",") if one.strip() and disk.bytes]
-
-
-def _check_disk(config: Config, values: Mapping[str, Setting]) -> None:
-    disk = config.tiers.disk
-    if bool(disk.bytes) != bool(disk.paths.strip()):
-        raise ConfigError(
-            f"tiers.disk.bytes = {disk.bytes} ({values['tiers.disk.bytes'].origin}) and "
-            f"tiers.disk.paths = {disk.paths!r} ({values['tiers.disk.paths'].origin}) do not go "
-            "together",
-            "set both for a disk tier, or neither",
-        )
-    paths = disk_paths(disk)
-    for path in paths:
-        if not path.is_absolute() or paths.count(path) > 1:
-            raise ConfigError(
-                f"tiers.disk.paths: {os.fspath(path)!r} ({values['tiers.disk.paths'].origin}) is "
-                "relative, or there twice",
-                "give different absolute paths, separated by commas",
-            )
-    if paths and disk.bytes // len(paths) < DISK_BYTES_MIN:
-        raise ConfigError(
-            f"tiers.disk.bytes = {disk.bytes} ({values['tiers.disk.bytes'].origin}) is too small",
-            f"give at least {settings.size_text(DISK_BYTES_MIN)} per path",
-        )
-
-
 def _check(config: Config, values: Mapping[str, Setting]) -> None:
-    _check_disk(config, values)
+    slow_tiers.check_disk(config.tiers.disk, values)
+    slow_tiers.check_remote(config.tiers.remote, values)
     host = config.tiers.host
     run_dir = os.fspath(config.run_dir)
     origin = values["run_dir"].origin

@@ -14,7 +14,14 @@ import msgspec
 from kvferry_sidecar.errors import ConfigError
 
 # "": off
-may_be_empty = ("http.listen", "http.probes_listen", "http.token_file", "tiers.disk.paths")
+may_be_empty = (
+    "http.listen",
+    "http.probes_listen",
+    "http.token_file",
+    "tiers.disk.paths",
+    "tiers.remote.url",
+    "tiers.remote.password_file",
+)
 _UNITS = {
     "": 1, "B": 1,
     "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,

@@ -12,17 +12,29 @@ import pytest
 from kvferry_sidecar.tiers import value
 from kvferry_sidecar.tiers.runner import Call, CallResult, Find, Get, Put, StoreRunner
 from kvferry_sidecar.tiers.store import Form, Item
-from support.store_rigs import DiskRig, Rig, get, key_of, opened, pattern_of, put, verify_memory
+from support.store_rigs import (
+    DiskRig,
+    RedisRig,
+    Rig,
+    get,
+    key_of,
+    opened,
+    pattern_of,
+    put,
+    verify_memory,
+)
 from support.waiting import wait_until
 
-STORES = ["disk"]
+STORES = {
+    "disk": DiskRig,
+    "redis": RedisRig,
+}
 SIZES = [(512,), (4096,), (1000,), (4096, 4096), (65536, 512, 3), (1 << 20,)]
 
 
 @pytest.fixture(params=STORES)
 def rig(request, tmp_path):
-    made = {"disk": lambda: DiskRig(tmp_path)}[request.param]()
-    with opened(made) as rig:
+    with opened(STORES[request.param](tmp_path)) as rig:
         yield rig
 
 

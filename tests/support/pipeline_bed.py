@@ -25,10 +25,10 @@ from kvferry_connector.wire.hot import (
     TableSlice,
 )
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET, NO_VERSION
-from kvferry_sidecar.config import Policy
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, RankGroup, Session, SessionKey
+from kvferry_sidecar.slow_tiers import Policy
 from kvferry_sidecar.stages.stores import Tier
 from kvferry_sidecar.tiers.host import HostTier
 from support.fake_copies import FakeCopies, FakeLayout

@@ -11,12 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import redis
 from kvferry_native import crc32c
 from kvferry_sidecar.observe.log import get_logger
+from kvferry_sidecar.slow_tiers import RemoteTierConfig
 from kvferry_sidecar.tiers import value
 from kvferry_sidecar.tiers.disk import DiskStore
+from kvferry_sidecar.tiers.remote import open_remote
+from kvferry_sidecar.tiers.remote.redis_store import PREFIX
 from kvferry_sidecar.tiers.store import Form, Item, Store, memory_at
+from support.redis_server import RedisServer
 
 SLOT_BYTES = 512  # the pool's slots begin at multiples of this
 
@@ -120,6 +126,40 @@ class DiskRig(Rig):
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 1]))
+
+
+class RedisRig(Rig):
+    """A Redis server of its own, and the store over it."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.server = RedisServer(folder)
+        self.server.start()
+        self.changes = changes
+        super().__init__(self.open(), persistent=True)
+
+    def open(self) -> Store:
+        return open_remote(remote_config(self.server.url, **self.changes), 5.0)
+
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = self.open()
+
+    def damage(self, item: Item) -> None:
+        with redis.Redis(port=self.server.port, protocol=2) as client:
+            name = PREFIX + item.key
+            stored = bytearray(client.get(name))
+            stored[-item.form.payload_bytes // 2] ^= 1
+            client.set(name, bytes(stored))
+
+    def close(self) -> None:
+        super().close()
+        self.server.kill()
+
+
+def remote_config(url: str, **changes: Any) -> RemoteTierConfig:
+    """Return the settings of a remote tier, with some changed."""
+    fields = {"password_file": "", "value_bytes_max": 64 << 20, "ttl_s": 0, "threads": 4}
+    return RemoteTierConfig(url=url, policy="all", **(fields | changes))
 
 
 def pattern_of(item: Item) -> bytes:

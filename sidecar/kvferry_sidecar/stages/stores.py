@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry_sidecar.config import Policy
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.slow_tiers import Policy
 from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.tiers.runner import Call, CallResult, Find, Get, SlowTier
 

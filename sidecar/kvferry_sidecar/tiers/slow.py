@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from structlog.typing import FilteringBoundLogger as Log
 
-from kvferry_sidecar.config import Config, Policy, disk_paths
+from kvferry_sidecar.config import Config
+from kvferry_sidecar.slow_tiers import Policy, disk_paths
 from kvferry_sidecar.tiers.disk import DiskStore
+from kvferry_sidecar.tiers.remote import open_remote
 from kvferry_sidecar.tiers.runner import StoreRunner
 from kvferry_sidecar.tiers.store import Source, StoreError
 
@@ -36,7 +38,8 @@ class SlowTiers:
 
     def __init__(self, config: Config, log: Log) -> None:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.tiers = _open_disks(config, self.wake_fd, log)
+        remote = _open_remote(config, self.wake_fd)  # may refuse: before anything is made
+        self.tiers = _open_disks(config, self.wake_fd, log) + remote
 
     def clear_wake(self) -> None:
         """Results are about to be collected."""
@@ -75,3 +78,13 @@ def _open_disks(config: Config, wake_fd: int, log: Log) -> list[OpenedTier]:
             runner = StoreRunner(store, disk.threads, wake_fd)
             opened.append(OpenedTier(name, "disk", disk.policy, runner))
     return opened
+
+
+def _open_remote(config: Config, wake_fd: int) -> list[OpenedTier]:
+    """A store that is away now is tried again later; one that cannot be is refused (raises)."""
+    remote = config.tiers.remote
+    if not remote.url:
+        return []
+    store = open_remote(remote, config.limits.store_ms_max / 1e3)
+    runner = StoreRunner(store, remote.threads, wake_fd)
+    return [OpenedTier(store.name, store.source, remote.policy, runner)]

@@ -1,0 +1,164 @@
+"""Redis or Valkey as a store: one string per object, header and payload together.
+
+Reads are one MGET per call, writes one pipeline of SETs, over one connection per thread. The
+client's socket deadline is ours, and it retries nothing: a tier that failed is tried again by the
+pipeline. A server without memory refuses single SETs; those objects are not stored, no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, unquote
+
+from kvferry_sidecar.errors import ConfigError, MissingExtraError
+from kvferry_sidecar.slow_tiers import RemoteTierConfig
+from kvferry_sidecar.tiers.store import Item, Source, StoreError
+from kvferry_sidecar.tiers.value import HEADER_BYTES, VALUE_FORMAT
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+except ImportError as error:
+    raise MissingExtraError(
+        "tiers.remote.url names Redis, and its client is not installed",
+        "pip install 'kvferry[redis]'",
+    ) from error
+
+PREFIX = b"kvferry:%d:" % VALUE_FORMAT
+value_bytes_limit = 512 << 20  # of a string in Redis
+
+
+class RedisStore:
+    """One server. Raises StoreError when it is away or too slow."""
+
+    source: Source = "external"
+    batch_max = 256
+
+    def __init__(
+        self, client: redis.Redis, where: str, transport: str, remote: RemoteTierConfig
+    ) -> None:
+        self.name = f"redis {where}"
+        self.value_bytes_max = min(remote.value_bytes_max, value_bytes_limit - HEADER_BYTES)
+        self._client = client
+        self._where = where
+        self._transport = transport
+        self._ttl_s = remote.ttl_s or None
+        self._refused = 0
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """See Store."""
+        if not keys:
+            return []
+        with _told(), self._client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.exists(PREFIX + key)
+            return [bool(answer) for answer in pipe.execute()]
+
+    def get(self, items: Sequence[Item]) -> list[bytes | None]:
+        """See Store."""
+        if not items:
+            return []
+        with _told():
+            values = self._client.mget([PREFIX + item.key for item in items])
+        return [_take(item, value) for item, value in zip(items, values, strict=True)]
+
+    def put(self, items: Sequence[Item], headers: Sequence[bytes]) -> list[bool]:
+        """See Store."""
+        if not items:
+            return []
+        with _told(), self._client.pipeline(transaction=False) as pipe:
+            for item, header in zip(items, headers, strict=True):
+                pipe.set(PREFIX + item.key, b"".join((header, item.payload())), ex=self._ttl_s)
+            answers = pipe.execute(raise_on_error=False)
+        failed = [answer for answer in answers if isinstance(answer, redis.RedisError)]
+        for answer in failed:
+            if not isinstance(answer, redis.ResponseError):
+                raise StoreError(f"{type(answer).__name__}: {answer}")
+        self._refused += len(failed)  # out of memory, or read-only
+        return [answer is True for answer in answers]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See Store."""
+        if keys:
+            with _told():
+                self._client.unlink(*(PREFIX + key for key in keys))
+
+    def facts(self) -> dict[str, str | int]:
+        """See Store."""
+        return {
+            "transport": self._transport,
+            "address": self._where,
+            "ttl_s": self._ttl_s or 0,
+            "puts_refused": self._refused,
+        }
+
+    def close(self) -> None:
+        """See Store."""
+        self._client.close()
+
+
+def open_redis(remote: RemoteTierConfig, parts: SplitResult, call_s_max: float) -> RedisStore:
+    """Return the store of a URL: redis://HOST:PORT/DB, rediss:// with TLS, redis+unix:///PATH."""
+    settings: dict[str, Any] = {
+        "username": unquote(parts.username) if parts.username else None,
+        "password": _password(remote.password_file),
+        "socket_timeout": call_s_max,
+        "socket_connect_timeout": min(1.0, call_s_max),
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        "max_connections": remote.threads + 1,
+    }
+    try:
+        if parts.scheme == "redis+unix":
+            where, transport = parts.path, "unix"
+            settings |= {"unix_socket_path": parts.path}
+        else:
+            host, port = parts.hostname or "127.0.0.1", parts.port or 6379
+            where, transport = f"{host}:{port}", "tls" if parts.scheme == "rediss" else "tcp"
+            settings |= {
+                "host": host,
+                "port": port,
+                "db": int(parts.path.strip("/") or 0),
+                "ssl": transport == "tls",
+                "socket_keepalive": True,
+            }
+    except ValueError as error:
+        raise ConfigError(
+            f"tiers.remote.url {remote.url!r} cannot be read: {error}",
+            "write redis://HOST:PORT/DB",
+        ) from error
+    return RedisStore(redis.Redis(**settings), where, transport, remote)
+
+
+def _password(file: str) -> str | None:
+    if not file:
+        return None
+    try:
+        return Path(file).read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"tiers.remote.password_file {file} cannot be read: {error.strerror}",
+            "name a file that this user can read",
+        ) from error
+
+
+def _take(item: Item, value: object) -> bytes | None:
+    """Copy a value into place; one of another length is none of ours, and fails its header."""
+    if not isinstance(value, bytes):
+        return None
+    if len(value) == HEADER_BYTES + item.form.payload_bytes:
+        item.payload()[:] = memoryview(value)[HEADER_BYTES:]
+        return value[:HEADER_BYTES]
+    return b""
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except (redis.RedisError, OSError) as error:
+        raise StoreError(f"{type(error).__name__}: {error}") from error
