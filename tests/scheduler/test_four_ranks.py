@@ -71,6 +71,9 @@ def test_eleven_chunks_are_44_objects_per_rank_and_11_replicated(
     with engine(specs) as writer:
         assert writer.run("cold", prompt(11)) == 0
         assert moved(sidecar) == (objects * size, 0)
+        (group,) = sidecar.status()["sessions"][0]["geometry"]["groups"]
+        stored, held = group["stored_bytes"], group["held_bytes"]
+        assert (stored, held) == (objects * size // 11, RANKS * size)
     assert sidecar.status()["pool"]["ready"] == 11, "one stripe per chunk"
     with engine(specs) as reader:
         assert reader.run("warm", prompt(11)) == 11 * BLOCK

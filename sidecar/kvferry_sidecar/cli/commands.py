@@ -14,7 +14,7 @@ from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry_sidecar import config
 from kvferry_sidecar.cli import operate, options, query
 from kvferry_sidecar.cli.geometry import geometry
-from kvferry_sidecar.errors import ExitCode, KvferryError, ProtocolError
+from kvferry_sidecar.errors import ExitCode, KvferryError
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -74,15 +74,8 @@ def status(
         print(msgspec.json.format(body, indent=2).decode())
         return ExitCode.OK
     from kvferry_sidecar.cli import render  # noqa: PLC0415 - --json is polled: rich costs 100 ms
-    from kvferry_sidecar.observe.status import read  # noqa: PLC0415 - loads the native module
 
-    try:
-        document = read(body)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(
-            f"the status document cannot be read: {error}",
-            "use --json, or the kvferry command of the sidecar's own version",
-        ) from error
+    document = query.read_status(body)
     render.console().print(render.status(document, everything=everything))
     return ExitCode.OK
 

@@ -1,4 +1,4 @@
-"""`kvferry geometry`: the masks and the hit search as a tool, one JSON object per line."""
+"""`kvferry geometry`: the masks and the hit search as a tool, and what engines registered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import click
+import msgspec
 
+from kvferry_sidecar.cli import options, query
 from kvferry_sidecar.errors import ExitCode, KvferryError
 
 line_bytes_max = 64 << 20
@@ -38,6 +40,31 @@ def evaluate(file: str) -> int:
     for line in _lines(file):
         sys.stdout.write(answer(line, line_bytes_max).decode() + "\n")
         sys.stdout.flush()  # whoever asks over a pipe waits for this line
+    return ExitCode.OK
+
+
+@geometry.command("show")
+@click.argument("namespace", default="")
+@options.config_file
+@options.setting_flags("run_dir")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per namespace and line.")
+def show(
+    namespace: str, file: Path | None, assignments: tuple[str, ...], as_json: bool, **values: object
+) -> int:
+    """Print the geometry of attached engines whose namespace begins with NAMESPACE (or of all).
+
+    Per group: kind, tokens per block, window or chunk, layers, how many ranks hold the same
+    bytes, shards per stripe, and the bytes of one chunk in the pool and on all local ranks.
+    """
+    run_dir = options.load(file, values, assignments).config.run_dir
+    from kvferry_sidecar.cli import render, shapes  # noqa: PLC0415 - rich, for this command only
+
+    shown = shapes.select(query.read_status(query.ask_status(run_dir)), namespace)
+    if as_json:
+        for one in shown:
+            print(msgspec.json.encode(one).decode())
+    else:
+        render.console().print(shapes.table(shown))
     return ExitCode.OK
 
 

@@ -6,12 +6,17 @@ import contextlib
 import socket
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 from kvferry_connector.wire import attach
 from kvferry_connector.wire.codec import WireError
 from kvferry_connector.wire.names import attach_path
 
 from kvferry_sidecar.errors import NoSidecarError, ProtocolError
+
+if TYPE_CHECKING:
+    from kvferry_sidecar.observe.status import Document
 
 answer_s_max = 5.0
 _VERSION_CODES = ("malformed", "order", "protocol")  # what an older or newer sidecar would say
@@ -63,6 +68,19 @@ def ask_status(run_dir: Path, deadline_s: float = answer_s_max) -> bytes:
         f"the sidecar answered {text!r} instead of its status",
         "use the kvferry command of the sidecar's own version",
     )
+
+
+def read_status(body: bytes) -> Document:
+    """Return the status document. Raises ProtocolError when it is none of this version."""
+    from kvferry_sidecar.observe.status import read  # noqa: PLC0415 - loads the native module
+
+    try:
+        return read(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(
+            f"the status document cannot be read: {error}",
+            "use --json, or the kvferry command of the sidecar's own version",
+        ) from error
 
 
 def _receive(stream: socket.socket, end_s: float) -> attach.ToPeer:

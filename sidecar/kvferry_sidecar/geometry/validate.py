@@ -125,6 +125,7 @@ def _build_group(
         chunk_tokens=group.chunk_tokens,
         eagle=group.eagle,
         tp_replicas=group.tp_replicas,
+        layers=len(group.layers),
         spec=canonical.encode(
             {name: value for name, value in group.spec.items() if name not in _NOT_SPEC}
         ).hex(),

@@ -19,6 +19,7 @@ from kvferry_native import PoolStats
 
 from kvferry_sidecar.geometry.identity import nearest_namespace
 from kvferry_sidecar.observe.log import bounded
+from kvferry_sidecar.observe.shapes import GeometryStatus, geometry_status
 from kvferry_sidecar.sessions.model import Peer, Session
 
 STATUS_FORMAT = 1
@@ -56,6 +57,7 @@ class SessionStatus(msgspec.Struct, frozen=True):
     identity: dict[str, str]
     notes: list[str] = []
     load_failure_policy: str = ""
+    geometry: GeometryStatus | None = None  # once every local rank registered
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
@@ -183,6 +185,7 @@ def _session(session: Session, note: str | None, now_s: float) -> SessionStatus:
         identity={bounded(name): bounded(value) for name, value in facts},
         notes=[note] if note else [],
         load_failure_policy=policy,
+        geometry=geometry_status(session),
     )
 
 

@@ -36,6 +36,7 @@ class RankGroup:
     chunk_tokens: int = 0
     eagle: bool = False
     tp_replicas: int = 1  # consecutive TP ranks that hold the same bytes
+    layers: int = 0  # of this rank
     spec: str = ""  # equal for groups whose specs vLLM takes for equal
 
 
