@@ -181,6 +181,7 @@ def describe_groups(
                 window_extra_tokens=vllm_compat.window_extra(first) if window else 0,
                 chunk_tokens=first.attention_chunk_size if kind == "chunked" else 0,
                 tp_replicas=tp_replicas(spec, vllm_config.parallel_config),
+                scratch_blocks=first.num_speculative_blocks if kind == "mamba" else 0,
             )
         )
     return groups
@@ -194,6 +195,8 @@ def spec_kind(spec: KVCacheSpec) -> tuple[str, str]:
         return _uniform_kind(spec)
     if kind == "mla" and spec.cache_role.value == "indexer":
         return "indexer", name
+    if kind == "mamba" and spec.mamba_cache_mode != "align":
+        return "mamba-none", f"{name}: one state per request, whatever its length"
     if kind == "full" and spec.non_causal:
         return "non-causal", f"{name}: a prefix depends on the tokens after it"
     return kind, name

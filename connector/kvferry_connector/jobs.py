@@ -8,7 +8,7 @@ all ranks free it, once per job.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,17 +52,22 @@ def cut_tables(
     groups: Iterable[int],
     start_tokens: int,
     end_tokens: int,
+    *,
+    whole: Container[int] = (),
 ) -> tuple[list[hot.TableSlice], list[int]]:
     """Return the slices of ``groups`` over ``[start_tokens, end_tokens)`` and their block ids.
 
     ``table`` is the manager's full table of every group, ``block_tokens`` the effective block
-    size B_g of every group. Raises ValueError when a table ends before ``end_tokens``.
+    size B_g of every group; those in ``whole`` are not cut. Raises ValueError when another table
+    ends before ``end_tokens``.
     """
     slices: list[hot.TableSlice] = []
     ids: list[int] = []
     for group in groups:
         size = block_tokens[group]
         first, last = start_tokens // size, -(-end_tokens // size)
+        if group in whole:
+            first, last = 0, len(table[group])
         part = table[group][first:last]
         if len(part) != last - first:
             raise ValueError(f"the table of group {group} ends before token {end_tokens}")

@@ -56,9 +56,19 @@ class Link:
 
     @functools.cached_property
     def stored_groups(self) -> tuple[int, ...]:
-        """The groups that are stored block by block, whole or in part."""
+        """The groups that are saved block by block, whole or in part."""
         stored = ("all", "held", "tail:")
         return tuple(g for g, rule in enumerate(self.save_rules) if rule.startswith(stored))
+
+    @functools.cached_property
+    def state_groups(self) -> tuple[int, ...]:
+        """The groups whose states are saved where the engine hands them over."""
+        return tuple(g for g, rule in enumerate(self.save_rules) if rule == "hand-offs")
+
+    @functools.cached_property
+    def loaded_groups(self) -> tuple[int, ...]:
+        """The groups that a load brings."""
+        return tuple(sorted(self.stored_groups + self.state_groups))
 
     @functools.cached_property
     def tails(self) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Which chunks a step completes, and the save jobs made of them.
+"""Which chunks a step completes, which states it hands over, and the save jobs made of them.
 
 Cost: a request is looked at only when its next chunk can be complete. ``elapsed`` counts, in
 tokens, how far any request can have come; ``due_at`` is a lower bound in that count.
@@ -8,7 +8,7 @@ A step on which nothing is due costs one addition and one comparison, whatever i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry_connector.jobs import JobOrder, Jobs, cut_tables, pack_ids
@@ -29,6 +29,7 @@ class Saver:
 
     ``link`` returns the sidecar's link when it may be given work; ``count(name)`` takes events.
     A sliding window's blocks are saved in the step that fills them: one step later they are null.
+    A state's block is never looked up in a table, where scratch moves about: the engine names it.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Saver:
 
     def drop(self, tracked: Tracked) -> None:
         """The request holds no KV any more (saves under way keep their own pins)."""
-        tracked.due = 0
+        tracked.due = tracked.prefill_tokens = 0
 
     def _plan(self, tracked: Tracked, due_at: int) -> None:
         self._serial = tracked.due = self._serial + 1
@@ -85,6 +86,32 @@ class Saver:
             elif tracked.admission.version == version:  # else its KV is of an older version
                 self._plan(tracked, elapsed + self._save(tracked, tokens, step))
 
+    def hand_over(
+        self, tracked: Tracked, states: Iterable[tuple[int, int, int]], step: int, version: bytes
+    ) -> None:
+        """Order saves of states: (group, block, tokens it is the state after) once ``step`` ran.
+
+        A state past the prefill is not final: drafts may be rejected.
+        """
+        link, admission = self._link(), tracked.admission
+        if link is None or admission.version != version:
+            return
+        hashed = len(tracked.request.block_hashes) * self._hash_tokens
+        last = min(hashed, tracked.prefill_tokens)  # 0 for what is not to be saved at all
+        hand_offs = [
+            hot.HandOff(group, block, end)
+            for group, block, end in states
+            if group in link.state_groups and 0 < end <= last and end != admission.stored_tokens
+        ]
+        if len(hand_offs) > self._jobs.room:
+            self._count("pinned_blocks_max")
+        elif hand_offs:
+            ends = [state.end_tokens for state in hand_offs]
+            blocks = [state.block for state in hand_offs]
+            first = min(ends) // self._hash_tokens - 1
+            span = (max(ends), max(ends), first)
+            self._order(tracked, span, blocks, link, step, hand_offs=hand_offs)
+
     def _save(self, tracked: Tracked, tokens: int, step: int) -> int:
         """Order what can be saved of one request; returns the tokens until there may be more."""
         request, unit = tracked.request, self._unit_tokens
@@ -104,7 +131,7 @@ class Saver:
                 end = fits
                 if end <= start:
                     return unit
-            self._order(tracked, end, link, step)
+            self._save_span(tracked, end, link, step)
         return max(1, tracked.saved_tokens + unit - known)
 
     def _fitting(self, tracked: Tracked, start: int, end: int, link: Link) -> int:
@@ -141,6 +168,8 @@ class Saver:
         for group, tail in link.tails.items():
             size = self._block_tokens[group]
             first, count = start // size, end // size - start // size
+            if len(table[group]) < first + count:
+                raise ValueError(f"the table of group {group} ends before token {end}")
             kept = [0] * count
             for chunks in self._kept(tracked, group, tail, start, end):
                 for chunk in chunks:
@@ -149,15 +178,23 @@ class Saver:
             ids += kept
         return slices, ids
 
-    def _order(self, tracked: Tracked, end: int, link: Link, step: int) -> None:
-        request, start = tracked.request, tracked.saved_tokens
-        tracked.saved_tokens = end
+    def _save_span(self, tracked: Tracked, end: int, link: Link, step: int) -> None:
+        start, tracked.saved_tokens = tracked.saved_tokens, end
         slices, ids = self._tables(tracked, start, end, link)
         blocks = [block for block in ids if block]  # never null: nobody's block
-        if not blocks:
-            return
-        first, last = start // self._hash_tokens, end // self._hash_tokens
-        hashes = request.block_hashes[first:last]
+        if blocks:
+            span = (start, end, start // self._hash_tokens)
+            self._order(tracked, span, blocks, link, step, slices=slices, ids=ids)
+            self._count("saved_tokens", end - start)
+
+    def _order(
+        self, tracked: Tracked, span: tuple[int, int, int], blocks: list[int], link: Link,
+        step: int, *, slices: Sequence[hot.TableSlice] = (), ids: Sequence[int] = (),
+        hand_offs: Sequence[hot.HandOff] = (),
+    ) -> None:  # fmt: skip
+        """Pin ``blocks`` for a job over ``span``: its start, its end, and its first hash."""
+        request, (start, end, first) = tracked.request, span
+        hashes = request.block_hashes[first : end // self._hash_tokens]
         job = self._jobs.open_save(blocks)
         # In the list at once, so that abandon() finds its pins whatever happens below.
         self.orders.append(JobOrder(job, request.request_id, link.epoch, b"", ()))
@@ -172,14 +209,14 @@ class Saver:
             end_tokens=end,
             first_hash=first,
             hash_bytes=len(hashes[0]),
-            tables=slices,
+            tables=list(slices),
+            hand_offs=list(hand_offs),
             prefill_tokens=tracked.prefill_tokens,
             junction_tokens=request.shared_prefix_boundary,
         )
         frames = (pack_ids(ids), b"".join(hashes))
         self.orders[-1] = self.orders[-1]._replace(body=encode_job(message), frames=frames)
         self._count("saves")
-        self._count("saved_tokens", end - start)
 
     def abandon(self) -> None:
         """Give up the saves of the step being built: no rank is told of them."""

@@ -17,7 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry_connector import vllm_compat
 from kvferry_connector.client import Client
-from kvferry_connector.describe import describe_engine
+from kvferry_connector.describe import describe_engine, spec_kind
 from kvferry_connector.half import Half
 from kvferry_connector.jobs import NO_EPOCH, JobOrder, Jobs, cut_tables, pack_ids
 from kvferry_connector.log import logger
@@ -63,9 +63,15 @@ class SchedulerHalf:
         self._version = self._engine.version
         self._world_size = int(vllm_config.parallel_config.world_size)
         self._block_tokens = [s.block_size * (dcp if s.dcp_sharded else 1) for s in specs]
-        # Of these, more blocks are allocated than a load writes.
-        extra = [getattr(spec, "extra_retained_tokens", 0) for spec in specs]
-        self._partly = {group for group, tokens in enumerate(extra) if tokens}
+        kinds = [spec_kind(spec)[0] for spec in specs]
+        self._states = {group for group, kind in enumerate(kinds) if kind == "mamba"}
+        # Of these, more blocks are allocated than a load writes: re-prefill, scratch.
+        fields = ("extra_retained_tokens", "num_speculative_blocks")
+        self._partly = {
+            group
+            for group, spec in enumerate(specs)
+            if any(getattr(spec, field, 0) for field in fields)
+        }
         self.stats = FerryStats()
         self._jobs = Jobs(self._world_size, config.pins_max(kv_cache_config.num_blocks))
         self._lookup = Lookup(config, self._engine, self.stats.count)
@@ -195,7 +201,7 @@ class SchedulerHalf:
             return 0, False
         tokens, link = self._lookup.ask(tracked, local_tokens)
         if tokens and link is not None:
-            tracked.groups = link.stored_groups
+            tracked.groups = link.loaded_groups
         return tokens, bool(tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
@@ -222,7 +228,9 @@ class SchedulerHalf:
         if total is None:
             self.stats.count("loads_unpromised")
             return
-        slices, ids = cut_tables(blocks.blocks, self._block_tokens, tracked.groups, local, total)
+        slices, ids = cut_tables(
+            blocks.blocks, self._block_tokens, tracked.groups, local, total, whole=self._states
+        )
         message = hot.LoadJob(
             job=admission.job,
             life=self._engine.life,
@@ -290,6 +298,11 @@ class SchedulerHalf:
         again (``matched``) before it runs, and starts anew there, whatever shape it comes in.
         """
         self._step += 1
+        block_state = output.kv_connector_block_state
+        if block_state is not None and block_state.boundary_state_offloads:
+            for request_id, states in block_state.boundary_state_offloads.items():
+                if (tracked := self._requests.get(request_id)) is not None:
+                    self._saver.hand_over(tracked, states, self._step, self._version)
         if output.total_num_scheduled_tokens:
             self._saver.advance(output, self._step, self._version)
         if self._lookup.stirred:

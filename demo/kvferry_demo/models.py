@@ -13,7 +13,10 @@ from pathlib import Path
 VOCABULARY = 1024
 CONTEXT_TOKENS = 8192
 
-Value = str | int | float | bool | None | list[str] | list[int] | Mapping[str, float | bool | str]
+Value = (
+    str | int | float | bool | None | list[str] | list[int] | list[float]
+    | Mapping[str, float | bool | str]
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,22 @@ def _decoder(architecture: str, model_type: str, **own: Value) -> dict[str, Valu
 
 WINDOW_TOKENS = 128  # of sliding windows: one block of the CPU backend
 CHUNK_TOKENS = 256
+
+
+# The CPU's scan returns no states from inside a step, which vLLM asks for when a prompt's last step
+# is longer than a block: no step is.
+_MAMBA2_ENGINE: Mapping[str, Value] = {"max_num_batched_tokens": 128}
+_MAMBA: Mapping[str, Value] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
 
 
 def _layers(pattern: str) -> list[str]:
@@ -162,6 +181,116 @@ MODELS: Mapping[str, TinyModel] = {
             num_nextn_predict_layers=0,
         ),
         by_bytes=True,
+    ),
+    "nemotronh": TinyModel(
+        about="Mamba 2 states and full attention",
+        config=_decoder(
+            "NemotronHForCausalLM",
+            "nemotron_h",
+            num_hidden_layers=6,
+            hybrid_override_pattern="M-M*M-",
+            layers_block_type=["mamba", "mlp", "mamba", "attention", "mamba", "mlp"],
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            ssm_state_size=16,
+            conv_kernel=4,
+            n_groups=1,
+            chunk_size=64,
+            expand=2,
+            use_conv_bias=True,
+            use_bias=False,
+            mlp_bias=False,
+            attention_bias=False,
+            mlp_hidden_act="relu2",
+            layer_norm_epsilon=1e-5,
+            mamba_hidden_act="silu",
+            mamba_proj_bias=False,
+            residual_in_fp32=False,
+        ),
+        engine=_MAMBA2_ENGINE,
+    ),
+    "falconh1": TinyModel(
+        about="Mamba 2 states and full attention side by side in every layer",
+        config=_decoder(
+            "FalconH1ForCausalLM",
+            "falcon_h1",
+            num_hidden_layers=3,
+            mamba_d_ssm=128,
+            mamba_rms_norm=False,
+            mamba_norm_before_gate=True,
+            ssm_multipliers=[1.0] * 5,
+            mlp_multipliers=[1.0, 1.0],
+            key_multiplier=1.0,
+            attention_in_multiplier=1.0,
+            attention_out_multiplier=1.0,
+            ssm_in_multiplier=1.0,
+            ssm_out_multiplier=1.0,
+            embedding_multiplier=1.0,
+            lm_head_multiplier=1.0,
+            **{**_MAMBA, "mamba_d_head": 16},
+        ),
+        engine=_MAMBA2_ENGINE,
+    ),
+    "granitehybrid": TinyModel(
+        about="Mamba 2 states and full attention, with experts",
+        config=_decoder(
+            "GraniteMoeHybridForCausalLM",
+            "granitemoehybrid",
+            hidden_size=128,
+            layer_types=["mamba", "attention", "mamba", "attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=128,
+            position_embedding_type="rope",
+            embedding_multiplier=1.0,
+            residual_multiplier=1.0,
+            attention_multiplier=0.18,
+            logits_scaling=1.0,
+            **_MAMBA,
+        ),
+        engine=_MAMBA2_ENGINE,
+    ),
+    "lfm2": TinyModel(
+        about="short convolutions and full attention",
+        config=_decoder(
+            "Lfm2ForCausalLM",
+            "lfm2",
+            hidden_size=128,
+            layer_types=["conv", "full_attention", "conv", "full_attention"],
+            conv_L_cache=3,
+            conv_bias=False,
+            conv_dim=128,
+            block_dim=128,
+            block_ff_dim=256,
+            block_multiple_of=16,
+            block_ffn_dim_multiplier=1.0,
+            block_auto_adjust_ff_dim=False,
+            norm_eps=1e-5,
+        ),
+    ),
+    "qwen3next": TinyModel(
+        about="gated delta nets and full attention, with experts; bfloat16",
+        config=_decoder(
+            "Qwen3NextForCausalLM",
+            "qwen3_next",
+            torch_dtype="bfloat16",
+            linear_conv_kernel_dim=4,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            layer_types=["linear_attention"] * 3 + ["full_attention"],
+            full_attention_interval=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            partial_rotary_factor=0.25,
+            mlp_only_layers=[],
+        ),
+        engine={"dtype": "bfloat16"},
     ),
 }
 DEFAULT_MODEL = "llama"

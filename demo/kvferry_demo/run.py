@@ -101,6 +101,7 @@ def _measure(model: str, model_dir: Path, prompts: list[Prompt], folder: Path) -
         run_dir=str(run_dir),
         connector_extra=patience,
         kv_digests=MODELS[model].by_bytes,
+        engine_args=dict(MODELS[model].engine),
     )
     pool = new_pool_name("demo")
     log = folder / "sidecar.log"

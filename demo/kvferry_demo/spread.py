@@ -21,6 +21,8 @@ from vllm.distributed import (
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+# Decay and step of a state space: it forgets over hundreds of tokens, neither at once nor never.
+_STATE_RANGES = {"A": (-1.0, -0.05), "A_log": (-1.0, 1.0), "dt_bias": (-3.0, 0.0), "D": (0.5, 1.5)}
 # Weight matrices get sqrt(fan_in) scaling times this: activations grow a little per layer, so
 # attention is peaked on few tokens and the choice of those tokens decides the output.
 MATRIX_GAIN = 1.6
@@ -68,9 +70,14 @@ def _is_drawn(parameter: Any) -> bool:
 def _draw(name: str, parameter: Any) -> Any:
     """Return new values of a parameter's shape: around one for scales, normal for matrices."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    low_high = _STATE_RANGES.get(name.rsplit(".", 1)[-1])
+    if low_high is not None:
+        low, high = low_high
+        return low + (high - low) * torch.rand(parameter.shape, generator=generator)
     if parameter.dim() <= 1:
         unit = torch.rand(parameter.shape, generator=generator)
         centre, width = (0.0, 0.2) if name.endswith("bias") else (1.0, 0.6)
         return centre + width * (unit - 0.5)
+    # A depthwise convolution [channels, 1, taps] reads its taps; experts are [experts, out, in].
     gain = 1.0 if "embed" in name else MATRIX_GAIN / math.sqrt(parameter.shape[-1])
     return torch.randn(parameter.shape, generator=generator) * gain

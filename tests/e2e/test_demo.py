@@ -11,6 +11,7 @@ import pytest
 from kvferry_demo.models import MODELS
 from kvferry_demo.processes import SHARED_MEMORY, kvferry_command
 
+SHORT = {"qwen3next": 2300}  # its block is 1,152 tokens, and a state is kept where a prompt ends
 FULL_ONLY = ("llama", "qwen3")
 pytestmark = pytest.mark.engine
 
@@ -19,7 +20,13 @@ def pools() -> set[str]:
     return {path.name for path in SHARED_MEMORY.glob("kvferry-demo-*")}
 
 
-@pytest.mark.parametrize("model", sorted(MODELS))
+LONG = ("falconh1", "granitehybrid", "qwen3next")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in sorted(MODELS)],
+)
 def test_demo(model: str, tmp_path: Path) -> None:
     before = pools()
     file = tmp_path / "demo.json"
@@ -41,10 +48,10 @@ def test_demo(model: str, tmp_path: Path) -> None:
             "identical",
         }
         assert one["identical"]
-        assert one["hit_tokens"] > 0
+        assert one["hit_tokens"] > 0 or one["tokens"] <= SHORT.get(model, 0)
         if model in FULL_ONLY:
             assert one["bytes"] == one["hit_tokens"] * 2048
-        assert one["bytes"] > 0
+        assert (one["bytes"] > 0) == (one["hit_tokens"] > 0)
     assert pools() <= before, "the demo's pool is left behind"
 
 

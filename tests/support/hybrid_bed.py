@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from kvferry_connector.wire.hot import LoadJob, Outcome, OutcomeAck, Probe, SaveJob, TableSlice
+from kvferry_connector.wire.hot import (
+    HandOff,
+    LoadJob,
+    Outcome,
+    OutcomeAck,
+    Probe,
+    SaveJob,
+    TableSlice,
+)
+from kvferry_sidecar.masks.kinds import Kind
 from kvferry_sidecar.masks.load import load_mask, skipped_tokens
 from kvferry_sidecar.masks.rules import Rules
+from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
 from kvferry_sidecar.sessions.rules import rules_of
 from support.pipeline_bed import BLOCK, HASH_BYTES, Bed, Engine, chain, table, value_of
 
 LOADED = 500  # the block id of chunk 0 in a load; a save's chunk i is in block i + 1
+SCRATCH = 900  # of the first scratch block
 
 
 def rules(engine: Engine) -> Rules:
     return rules_of(engine.session, engine.workers[0].geometry)
+
+
+def scratch(engine: Engine, group: int) -> list[int]:
+    """The blocks that close a state's table."""
+    count = engine.workers[0].geometry.groups[group].scratch_blocks
+    return list(range(SCRATCH, SCRATCH + count))
 
 
 def save(
@@ -36,8 +53,15 @@ def _save_span(
     junction: int, lost: tuple[int, int] | None,
 ) -> None:  # fmt: skip
     start, end, before, tokens = span
-    slices, raw = [], b""
+    slices, raw, states = [], b"", []
+    boundaries = kept_boundaries(rules(engine), tokens, junction)
     for group, rule in enumerate(rules(engine).groups):
+        if rule.kind is Kind.MAMBA:  # the engine names what it keeps
+            kept = kept_chunks(
+                rules(engine), group, start_tokens=start, tokens=end, boundaries=boundaries
+            ).tolist()
+            states += [HandOff(group, i + 1, (i + 1) * rule.block) for i in kept]
+            continue
         gone = skipped_tokens(rule, before) // rule.block
         chunks = range(start // rule.block, end // rule.block)
         ids = [0 if i < gone or (group, i) == lost else i + 1 for i in chunks]
@@ -45,7 +69,7 @@ def _save_span(
         raw += table(ids)
     job = SaveJob(
         bed.next_job(), engine.session.life, engine.session.version, "r", 0, 0, start, end,
-        start // BLOCK, HASH_BYTES, slices, [], tokens, junction,
+        start // BLOCK, HASH_BYTES, slices, states, tokens, junction,
     )  # fmt: skip
     for worker in engine.workers:
         bed.submit(worker, job, [raw, chain(prompt, end // BLOCK, start // BLOCK)])
@@ -74,15 +98,24 @@ def hit(bed: Bed, engine: Engine, admission: int, tokens: int, local: int = 0) -
 
 def load(
     bed: Bed, engine: Engine, admission: int, total: int, *,
-    local: int = 0, lost: tuple[int, int] | None = None,
+    local: int = 0, lost: tuple[int, int] | None = None, tables: dict[int, list[int]] | None = None,
 ) -> list[Outcome]:  # fmt: skip
-    """Load a leased prefix into blocks of its own; chunk ``lost`` has none."""
+    """Load a leased prefix into blocks of its own; chunk ``lost`` has none.
+
+    ``tables``: whole tables of groups, as a half sends those that are not one slot per chunk.
+    """
     slices, raw = [], b""
     for group, rule in enumerate(rules(engine).groups):
         mask = load_mask(rule, total_tokens=total)
         chunks = range(local // rule.block, len(mask))
+        if rule.kind is Kind.MAMBA:
+            chunks = range(len(mask))
         ids = [LOADED + i if mask[i] and (group, i) != lost else 0 for i in chunks]
-        slices.append(TableSlice(group, chunks.start, len(chunks)))
+        if rule.kind is Kind.MAMBA:
+            ids += scratch(engine, group)
+        if tables is not None and group in tables:
+            chunks, ids = range(0), tables[group]
+        slices.append(TableSlice(group, chunks.start, len(ids)))
         raw += table(ids)
     job = LoadJob(
         bed.next_job(), engine.session.life, engine.session.version, "r", admission, 0,

@@ -84,7 +84,6 @@ def validate(register: RegisterRank, memories: object) -> RankGeometry | list[at
                 group=one.group,
                 kind=one.kind,
                 block_tokens=one.block_tokens,
-                hashes_per_block=1,
                 layout=None,
                 payload_bytes=0,
                 num_blocks=register.num_blocks,

@@ -151,7 +151,6 @@ def _rank_group(group: int, layout: FakeLayout, num_blocks: int, kind: dict[str,
         layout=layout,
         payload_bytes=1024,
         num_blocks=num_blocks,
-        hashes_per_block=fields["block_tokens"] // BLOCK,
         **fields,
     )
 

@@ -91,7 +91,6 @@ def _rank_group(number: int, spec: Any) -> RankGroup:
         group=number,
         kind=kind,
         block_tokens=spec.block_size,
-        hashes_per_block=1,
         layout=None,
         payload_bytes=0,
         num_blocks=0,

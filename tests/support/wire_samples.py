@@ -66,6 +66,7 @@ ATTACH_FROM_PEER: list[attach.FromPeer] = [
                 window_extra_tokens=3,
                 chunk_tokens=256,
                 tp_replicas=2,
+                scratch_blocks=2,
             )
         ],
         placements=[attach.Placement(0, ["l0", "l1"], 0, 0, 4096, 1024, 1024)],

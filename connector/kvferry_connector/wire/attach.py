@@ -32,12 +32,13 @@ class Memory(msgspec.Struct, frozen=True):
 class Group(msgspec.Struct, frozen=True):
     """A KV cache group as this rank sees it; ids are the scheduler's, global over ranks.
 
-    ``kind``: "full", "mla", "indexer", "swa", "swa-mla" or "chunked"; anything else is refused by
-    name with ``detail`` in the text. ``block_tokens`` is the effective block size B_g. ``spec``
-    holds every fact of the group's specs that changes bytes (part of the namespace).
+    ``kind``: "full", "mla", "indexer", "swa", "swa-mla", "chunked" or "mamba"; anything else is
+    refused by name with ``detail`` in the text. ``block_tokens`` is the effective block size B_g.
+    ``spec`` holds every fact of the group's specs that changes bytes (part of the namespace).
     ``window_tokens`` is the sliding window, ``window_extra_tokens`` what lookups need below it,
     ``chunk_tokens`` the attention chunk; 0 where the kind has none. ``tp_replicas``: so many
-    consecutive tensor-parallel ranks hold the same bytes of this group.
+    consecutive tensor-parallel ranks hold the same bytes of this group. ``scratch_blocks`` close
+    each table of a "mamba" group and belong to no chunk.
     """
 
     group: int
@@ -52,6 +53,7 @@ class Group(msgspec.Struct, frozen=True):
     window_extra_tokens: int = 0
     chunk_tokens: int = 0
     tp_replicas: int = 1
+    scratch_blocks: int = 0
 
 
 class Placement(msgspec.Struct, frozen=True):

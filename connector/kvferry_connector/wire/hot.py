@@ -16,6 +16,9 @@ import msgspec
 class TableSlice(msgspec.Struct, frozen=True, array_like=True):
     """Block ids of one group: chunks ``[start, start + count)`` of the manager's table.
 
+    A load names all slots of a table (``start`` 0) where they are not one per chunk: states, which
+    end in scratch, and tables without their null blocks.
+
     The ids themselves stand in the job's raw table frame (int32, little endian), slices one
     after the other in the order of ``tables``.
     """
@@ -51,7 +54,7 @@ class LoadJob(msgspec.Struct, frozen=True, array_like=True, tag="L"):
 
 
 class SaveJob(msgspec.Struct, frozen=True, array_like=True, tag="S"):
-    """Store the chunks that end in ``(start_tokens, end_tokens]``.
+    """Store the chunks that end in ``(start_tokens, end_tokens]``, and the ``hand_offs``.
 
     Raw frames: [tables, hashes]. ``hashes`` holds the prefix hashes number ``first_hash`` and on
     (``hash_bytes`` each); ``step`` is the value of the fence word ``done_step`` to wait for.

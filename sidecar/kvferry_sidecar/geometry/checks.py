@@ -13,7 +13,7 @@ from kvferry_connector.wire.attach import FieldRefusal, Group, Placement, Regist
 
 from kvferry_sidecar.geometry.digest import run_bytes
 from kvferry_sidecar.limits import Limits
-from kvferry_sidecar.masks.kinds import WINDOWED, Kind
+from kvferry_sidecar.masks.kinds import REFUSED_KINDS, WINDOWED, Kind
 
 # Block ids travel as int32 and offsets as int64; addresses of a process end far below that.
 NUM_BLOCKS_MAX = 2**31 - 1
@@ -22,8 +22,10 @@ OFFSET_MAX = 2**62
 BLOCK_MIN = 2  # block 0 is null and never copied: one block is no cache
 
 _REPORT = "this is a defect of the connector's description: report it with this text"
-# Kinds with a block per chunk of tokens. States and rings need more than a table to be found.
-SERVED_KINDS = (Kind.FULL, Kind.MLA, Kind.INDEXER, Kind.SWA, Kind.SWA_MLA, Kind.CHUNKED)
+SERVED_KINDS = (
+    Kind.FULL, Kind.MLA, Kind.INDEXER, Kind.SWA, Kind.SWA_MLA, Kind.CHUNKED, Kind.MAMBA
+)  # fmt: skip
+SCRATCH_BLOCKS_MAX = 1 << 10  # of one request: one per speculative token
 _NO_WAY = "run this model without kvferry"
 
 
@@ -149,7 +151,8 @@ def _check_group(group: Group, register: RegisterRank) -> list[FieldRefusal]:
     hash_block_tokens, tp_size = register.hash_block_tokens, register.shard.tp_size
     if group.kind not in SERVED_KINDS:
         detail = f" ({group.detail})" if group.detail else ""
-        served = ", ".join(SERVED_KINDS)
+        why = REFUSED_KINDS.get(group.kind, "its masks are not known")
+        served = f"one of {', '.join(SERVED_KINDS)}: {why}"
         return [FieldRefusal(f"{name}.kind", f"{group.kind}{detail}", served, _NO_WAY)]
     if group.eagle:
         remedy = "serve without EAGLE/MTP speculative decoding, or without kvferry"
@@ -171,10 +174,12 @@ def _kind_numbers(name: str, group: Group) -> Iterator[FieldRefusal]:
     """Check the numbers that a kind has, and that it has no others."""
     most = BLOCK_TOKENS_MAX
     windowed, chunked = group.kind in WINDOWED, group.kind == Kind.CHUNKED
+    scratch_max = SCRATCH_BLOCKS_MAX if group.kind == Kind.MAMBA else 0
     yield from _outside(
         (f"{name}.window_tokens", group.window_tokens, int(windowed), most if windowed else 0),
         (f"{name}.window_extra_tokens", group.window_extra_tokens, 0, most if windowed else 0),
         (f"{name}.chunk_tokens", group.chunk_tokens, int(chunked), most if chunked else 0),
+        (f"{name}.scratch_blocks", group.scratch_blocks, 0, scratch_max),
     )
 
 

@@ -16,7 +16,7 @@ from kvferry_sidecar.geometry.digest import geometry_digest, run_bytes
 from kvferry_sidecar.geometry.runs import Run, find_overlap, merge
 from kvferry_sidecar.keys import canonical
 from kvferry_sidecar.limits import DEFAULT_LIMITS, Limits
-from kvferry_sidecar.masks.kinds import FULL_FAMILY
+from kvferry_sidecar.masks.kinds import FULL_FAMILY, Kind
 from kvferry_sidecar.sessions.model import RankGeometry, RankGroup
 
 # Facts of a group that vLLM's comparison of specs does not know.
@@ -115,7 +115,6 @@ def _build_group(
         group=group.group,
         kind=group.kind,
         block_tokens=group.block_tokens,
-        hashes_per_block=group.block_tokens // register.hash_block_tokens,
         layout=layout,
         payload_bytes=layout.payload_bytes if layout else 0,
         num_blocks=register.num_blocks,
@@ -123,6 +122,7 @@ def _build_group(
         window_tokens=group.window_tokens,
         window_extra_tokens=group.window_extra_tokens,
         chunk_tokens=group.chunk_tokens,
+        scratch_blocks=group.scratch_blocks,
         eagle=group.eagle,
         tp_replicas=group.tp_replicas,
         layers=len(group.layers),
@@ -135,6 +135,8 @@ def _build_group(
 def _save_rule(group: Group) -> str:
     if not group.cacheable:
         return "none"
+    if group.kind == Kind.MAMBA:
+        return "hand-offs"
     return "all" if group.kind in FULL_FAMILY else "held"
 
 

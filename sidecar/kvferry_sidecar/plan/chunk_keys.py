@@ -1,7 +1,8 @@
-"""Keys of chunks from the prefix hashes a half sends.
+"""Keys of objects from the prefix hashes a half sends.
 
-The key of chunk i is mixed from the prefix hash at its end: hash number
-``(i + 1) * hashes_per_block - 1`` of the request.
+An object's key is mixed from the prefix hash at its end token, which names that end exactly: the
+end of a chunk, a state's boundary, or a hash boundary inside a chunk. Hash number k covers the
+first k + 1 hash blocks of the request.
 """
 
 from __future__ import annotations
@@ -12,12 +13,7 @@ from numpy.typing import NDArray
 
 from kvferry_sidecar.plan.tables import Fault
 
-_FULL_CHUNK = 0  # end kind of a whole chunk
-
-
-def chunks_within(total_hashes: int, hashes_per_block: int) -> int:
-    """Return how many whole chunks so many hashes cover."""
-    return total_hashes // hashes_per_block
+_END_KIND = 0  # the hash tells ends apart: another kind would be another sort of hash
 
 
 def new_keys(
@@ -25,38 +21,38 @@ def new_keys(
     group: int,
     hashes: bytes,
     *,
-    hashes_per_block: int,
+    hashes_per_unit: int,
     hash_bytes: int,
     start: int,
 ) -> NDArray[np.uint8]:
-    """Return the keys (n, 16) of the chunks that end within hashes ``start`` and on."""
+    """Return the keys (n, 16) of the units that end within hashes ``start`` and on."""
     count = len(hashes) // hash_bytes
-    first_chunk = start // hashes_per_block
-    first = (first_chunk + 1) * hashes_per_block - 1 - start
+    first_unit = start // hashes_per_unit
+    first = (first_unit + 1) * hashes_per_unit - 1 - start
     if first >= count:
         return np.empty((0, KEY_BYTES), dtype=np.uint8)
-    return mix_keys(namespace, group, _FULL_CHUNK, hashes, hash_bytes, first, hashes_per_block)
+    return mix_keys(namespace, group, _END_KIND, hashes, hash_bytes, first, hashes_per_unit)
 
 
-def keys_of_chunks(
+def keys_of_ends(
     namespace: bytes,
     group: int,
     hashes: bytes,
-    chunks: NDArray[np.int64],
+    numbers: NDArray[np.int64],
     *,
-    hashes_per_block: int,
     hash_bytes: int,
     first_hash: int,
 ) -> NDArray[np.uint8] | Fault:
-    """Return the keys (n, 16) of these chunks (ascending); Fault when a hash is missing."""
+    """Return the keys (n, 16) of objects that end with hash ``numbers`` (n,); n is at least 1.
+
+    ``hashes`` begin with number ``first_hash``. Fault when one is not among them.
+    """
     count = len(hashes) // hash_bytes
-    first = (int(chunks[0]) + 1) * hashes_per_block - 1 - first_hash
-    last = (int(chunks[-1]) + 1) * hashes_per_block - 1 - first_hash
-    if first < 0 or last >= count:
+    places = numbers - first_hash
+    if int(places.min()) < 0 or int(places.max()) >= count:
         return Fault(
-            f"group {group}: hashes {first + first_hash}..{last + first_hash} are needed, "
+            f"group {group}: hashes {int(numbers.min())}..{int(numbers.max())} are needed, "
             f"{first_hash}..{first_hash + count - 1} came"
         )
-    keys = mix_keys(namespace, group, _FULL_CHUNK, hashes, hash_bytes, first, hashes_per_block)
-    picked: NDArray[np.uint8] = keys[chunks - chunks[0]]
-    return picked
+    picked = np.frombuffer(hashes, dtype=np.uint8).reshape(count, hash_bytes)[places]
+    return mix_keys(namespace, group, _END_KIND, picked.tobytes(), hash_bytes, 0, 1)

@@ -1,7 +1,8 @@
 """Block tables of a job: cut the raw frame, pick the blocks that a mask names.
 
-Full tables are indexed by chunk, so expansion is a lookup; nothing is ever guessed from the
-length of a table. Block id 0 is vLLM's null block and never the end of a copy.
+Full tables are indexed by chunk, so expansion is a lookup; a table with fewer slots than chunks
+must have exactly those of the load mask (masks/expand.py), or it is refused. Block id 0 is vLLM's
+null block and never the end of a copy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from kvferry_connector.wire.hot import TableSlice
 from numpy.typing import NDArray
+
+from kvferry_sidecar.masks.expand import expand_load
+from kvferry_sidecar.masks.kinds import Kind
+from kvferry_sidecar.masks.load import needed_chunks
+from kvferry_sidecar.masks.rules import GroupRule, Refused
 
 _ID_BYTES = 4
 
@@ -79,7 +85,41 @@ def pick_blocks(
             f"group {group}: chunks {first}..{last} are needed, the table covers "
             f"{table.start}..{table.start + len(table.ids) - 1}"
         )
-    blocks = table.ids[chunks - table.start]
+    return _in_range(group, chunks, table.ids[chunks - table.start], num_blocks)
+
+
+def load_blocks(
+    tables: Mapping[int, Table],
+    group: int,
+    rule: GroupRule,
+    *,
+    span: tuple[int, int],
+    scratch_slots: int,
+    num_blocks: int,
+) -> NDArray[np.int32] | Fault:
+    """Return where a load of the tokens ``span`` (local, total) puts each chunk that it needs.
+
+    A table that is not one slot per chunk comes whole, and is expanded by the load mask.
+    """
+    local, total = span
+    chunks = needed_chunks(rule, local_tokens=local, total_tokens=total)
+    table = tables.get(group)
+    positional = table is None or table.start or len(table.ids) >= -(-total // rule.block)
+    if table is None or (positional and rule.kind is not Kind.MAMBA):
+        return pick_blocks(tables, group, chunks, num_blocks)
+    if table.start:
+        return Fault(f"group {group}: the table of a {rule.kind} group must come whole")
+    blocks = expand_load(
+        rule, table.ids, total_tokens=total, local_tokens=local, scratch_slots=scratch_slots
+    )
+    if isinstance(blocks, Refused):
+        return Fault(f"group {group}: {blocks.reason}")
+    return _in_range(group, blocks.chunks, blocks.ids.astype(np.int32), num_blocks)
+
+
+def _in_range(
+    group: int, chunks: NDArray[np.int64], blocks: NDArray[np.int32], num_blocks: int
+) -> NDArray[np.int32] | Fault:
     wrong = np.flatnonzero((blocks < 1) | (blocks >= num_blocks))
     if len(wrong):
         at = int(wrong[0])

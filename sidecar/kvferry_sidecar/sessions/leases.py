@@ -29,10 +29,11 @@ class LeaseKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeasedGroup:
-    """Entries (n,) of one group for the chunks (n,) of the lease."""
+    """Entries (n,) of one group for the chunks (n,) of the lease; ``ends`` (n,) in tokens."""
 
     group: int
     chunks: NDArray[np.int64]
+    ends: NDArray[np.int64]
     entries: Entries
 
 

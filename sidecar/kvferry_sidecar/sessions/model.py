@@ -26,7 +26,6 @@ class RankGroup:
     group: int
     kind: str
     block_tokens: int
-    hashes_per_block: int
     layout: Layout | None  # None: no layers of this group on this rank (pipeline parallel)
     payload_bytes: int  # this rank's shard of one chunk; 0 without a layout
     num_blocks: int
@@ -34,6 +33,7 @@ class RankGroup:
     window_tokens: int = 0
     window_extra_tokens: int = 0
     chunk_tokens: int = 0
+    scratch_blocks: int = 0
     eagle: bool = False
     tp_replicas: int = 1  # consecutive TP ranks that hold the same bytes
     layers: int = 0  # of this rank

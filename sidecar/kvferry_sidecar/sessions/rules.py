@@ -49,7 +49,7 @@ def rules_of(shared: Shared, geometry: RankGeometry) -> Rules:
     """Return the rules; ``geometry`` of any rank, because ranks agree on their groups."""
     groups = tuple(_group_rule(group) for group in geometry.groups)
     # vLLM ignores the dense setting, and refuses others, where no group is ever sparse.
-    sparse = any(rule.stored and rule.kind in WINDOWED for rule in groups)
+    sparse = any(rule.stored and rule.kind in WINDOWED | {Kind.MAMBA} for rule in groups)
     return Rules(
         groups=groups,
         hash_block=geometry.hash_block_tokens,

@@ -10,9 +10,10 @@ from kvferry_connector.wire.names import BOUND_STEP_OFFSET
 from numpy.typing import NDArray
 
 from kvferry_sidecar.engines.base import CopyStatus, Direction
+from kvferry_sidecar.masks.kinds import Kind
 from kvferry_sidecar.masks.load import needed_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
-from kvferry_sidecar.plan.tables import Fault, pick_blocks, read_tables
+from kvferry_sidecar.plan.tables import Fault, load_blocks, read_tables
 from kvferry_sidecar.sessions.leases import Lease, LeaseKey
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
@@ -56,15 +57,19 @@ def open_load(
         return Decline(Reason.TABLES, f"groups {sorted(unknown)} do not exist")
     groups = []
     for shaped in shape.stored_groups():
-        chunks = needed_chunks(
-            shape.rules.groups[shaped.group],
-            local_tokens=job.local_tokens,
-            total_tokens=job.total_tokens,
-        )
-        entries = _leased_entries(lease, shaped.group, chunks)
+        rule = shape.rules.groups[shaped.group]
+        chunks = needed_chunks(rule, local_tokens=job.local_tokens, total_tokens=job.total_tokens)
+        entries = _leased_entries(lease, shaped, chunks, job.total_tokens)
         if entries is None:
             return Decline(Reason.LEASE, f"group {shaped.group}: a chunk is not leased")
-        blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
+        blocks = load_blocks(
+            tables,
+            shaped.group,
+            rule,
+            span=(job.local_tokens, job.total_tokens),
+            scratch_slots=shaped.scratch_blocks,
+            num_blocks=shaped.num_blocks,
+        )
         if isinstance(blocks, Fault):
             return Decline(Reason.TABLES, blocks.text)
         offsets, seeds = core.pool.payload_offsets(entries), core.pool.seeds(entries)
@@ -191,13 +196,19 @@ class LoadWork:
 
 
 def _leased_entries(
-    lease: Lease, group: int, chunks: NDArray[np.int64]
+    lease: Lease, shape: GroupShape, chunks: NDArray[np.int64], total_tokens: int
 ) -> NDArray[np.uint32] | None:
-    """Return the lease's entries of these chunks (ascending), or None when one is missing."""
+    """Return the lease's entries of these chunks (ascending), or None when one is missing.
+
+    A state is right at its own end only; attention that reaches further holds what is before.
+    """
     for leased in lease.groups:
-        if leased.group == group:
+        if leased.group == shape.group:
             at = np.searchsorted(leased.chunks, chunks)
             inside = at < len(leased.chunks)
-            if inside.all() and np.array_equal(leased.chunks[at], chunks):
-                return leased.entries[at]
+            if not inside.all() or not np.array_equal(leased.chunks[at], chunks):
+                return None
+            if shape.kind == Kind.MAMBA and (leased.ends[at] != total_tokens).any():
+                return None
+            return leased.entries[at]
     return None

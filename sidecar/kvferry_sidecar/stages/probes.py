@@ -13,7 +13,8 @@ from kvferry_connector.wire.attach import Heartbeat
 from kvferry_connector.wire.hot import Answer, Ask, Hint, NeedFull, Probe, Release
 from numpy.typing import NDArray
 
-from kvferry_sidecar.masks.load import needed_chunks
+from kvferry_sidecar.masks.presence import Presence
+from kvferry_sidecar.masks.search import find_hit
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.plan.chunk_keys import new_keys
 from kvferry_sidecar.sessions.admissions import Admission, Keys
@@ -22,7 +23,7 @@ from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages import looks
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.frames import frame_fault
-from kvferry_sidecar.stages.hits import refresh, stored_hit
+from kvferry_sidecar.stages.hits import keys_of, needed_of_all, presence, refresh, stored_hit
 from kvferry_sidecar.stages.journal import longest_tokens
 from kvferry_sidecar.stages.shape import SessionShape
 from kvferry_sidecar.stages.staging import Staging
@@ -145,7 +146,7 @@ class Probes:
                 namespace,
                 g.group,
                 hashes,
-                hashes_per_block=g.hashes_per_block,
+                hashes_per_unit=g.hashes_per_unit,
                 hash_bytes=probe.hash_bytes,
                 start=probe.start,
             )
@@ -251,14 +252,16 @@ class Probes:
     def _fresh_answer(
         self, peer: Peer, shape: SessionShape, admission: Admission, ask: Ask, now_s: float
     ) -> Answer:
-        hit_tokens = self._hit(shape, admission, ask.max_tokens)
         taken: list[LeasedGroup] | Reason | None = None
-        while hit_tokens > ask.local_tokens:
-            taken = self._take(peer.session, shape, admission, (ask.local_tokens, hit_tokens))
-            if taken is not None:
+        hit_tokens = ask.max_tokens + 1
+        while taken is None:
+            # Again what was counted but not leased: take what a shorter hit allows.
+            present = presence(self._core.pool, shape, admission.keys)
+            hit_tokens = find_hit(shape.rules, present, max_tokens=max(0, hit_tokens - 1)).tokens
+            if hit_tokens <= ask.local_tokens:
                 break
-            # Counted but not leased: take what a shorter hit allows.
-            hit_tokens = self._hit(shape, admission, hit_tokens - 1)
+            span = (ask.local_tokens, hit_tokens)
+            taken = self._take(peer.session, shape, admission, present, span)
         if isinstance(taken, list):
             lease = Lease(
                 key=LeaseKey(peer.session.life, ask.admission),
@@ -285,25 +288,29 @@ class Probes:
         return answer
 
     def _take(
-        self, session: Session, shape: SessionShape, admission: Admission, span: tuple[int, int]
+        self,
+        session: Session,
+        shape: SessionShape,
+        admission: Admission,
+        present: Presence,
+        span: tuple[int, int],
     ) -> list[LeasedGroup] | Reason | None:
-        """Lease the chunks of all groups for the tokens ``(local, total]``, or none of them.
+        """Lease the objects of all groups for the tokens ``(local, total]``, or none of them.
 
         None when an entry that was counted could not be leased.
         """
-        wanted = [
-            needed_chunks(shape.rules.groups[g.group], local_tokens=span[0], total_tokens=span[1])
-            for g in shape.stored_groups()
-        ]
+        wanted = needed_of_all(shape, present, span)
+        if wanted is None:
+            return None
         held = self._core.leases.entry_count(session.key)
-        if held + sum(map(len, wanted)) > self._core.limits.leases_max:
+        if held + sum(len(needed.ends) for needed in wanted) > self._core.limits.leases_max:
             return Reason.LEASES_MAX
         taken = []
         short = False
-        for g, chunks, keys in zip(shape.stored_groups(), wanted, admission.keys, strict=True):
-            entries = self._core.pool.lease(_rows(keys, chunks))
-            taken.append(LeasedGroup(g.group, chunks, entries))
-            short = short or len(entries) < len(chunks)
+        for g, needed, keys in zip(shape.stored_groups(), wanted, admission.keys, strict=True):
+            entries = self._core.pool.lease(keys_of(g, keys, needed))
+            taken.append(LeasedGroup(g.group, needed.chunks, needed.ends, entries))
+            short = short or len(entries) < len(needed.ends)
         if short:
             for group in taken:
                 self._core.pool.release(group.entries)
@@ -375,13 +382,6 @@ class Probes:
         self.counters.missed_tokens += max(0, ask.max_tokens - reached)
         if answer.reason in (Reason.ABSENT, Reason.STAGING):
             self._core.declines[Reason(answer.reason)] += 1
-
-
-def _rows(keys: Keys, chunks: NDArray[np.int64]) -> Keys:
-    """Return the keys of ascending chunks; a view where they follow one another."""
-    if len(chunks) and chunks[-1] - chunks[0] + 1 == len(chunks):
-        return keys[int(chunks[0]) : int(chunks[-1]) + 1]
-    return keys[chunks]
 
 
 def _same_prefix(known: Admission, fresh: Admission) -> bool:

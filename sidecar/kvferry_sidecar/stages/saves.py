@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from kvferry_sidecar.engines.base import CopyStatus, Direction
 from kvferry_sidecar.masks.kinds import FULL_FAMILY
+from kvferry_sidecar.masks.objects import handed_over
 from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
-from kvferry_sidecar.plan.chunk_keys import keys_of_chunks
+from kvferry_sidecar.plan.chunk_keys import keys_of_ends
 from kvferry_sidecar.plan.tables import Fault, Table, held_chunks, pick_blocks, read_tables
 from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.sessions.model import Peer, Session
@@ -65,8 +66,9 @@ def open_save(
     plans = []
     for shaped in shape.stored_groups():
         if shaped.save_rule == "hand-offs":
-            continue
-        plan = _plan_group(shape.rules, shaped, namespace, job, (tables, raw[1]))
+            plan = _plan_states(shape.rules, shaped, namespace, job, raw[1])
+        else:
+            plan = _plan_group(shape.rules, shaped, namespace, job, (tables, raw[1]))
         if isinstance(plan, Decline):
             return plan
         plans.append(plan)
@@ -161,8 +163,11 @@ def _form_fault(
     if not 0 <= job.start_tokens <= job.end_tokens or job.first_hash < 0:
         span = f"({job.start_tokens}, {job.end_tokens}] from hash {job.first_hash}"
         return Decline(Reason.TABLES, f"tokens {span} are no range")
-    if job.first_hash + len(raw[1]) // job.hash_bytes > hashes_max:
+    hashes = job.first_hash + len(raw[1]) // job.hash_bytes
+    if hashes > hashes_max:
         return Decline(Reason.HASHES_MAX, f"hashes from {job.first_hash} on end over the bound")
+    if job.end_tokens > hashes * shape.hash_block_tokens:
+        return Decline(Reason.HASHES, f"the hashes end before token {job.end_tokens}")
     kinds = {g.group: g for g in shape.groups}
     for hand_off in job.hand_offs:
         shaped = kinds.get(hand_off.group)
@@ -182,11 +187,6 @@ def _plan_group(
     bulk: tuple[dict[int, Table], bytes],
 ) -> _GroupPlan | Decline:
     tables, hashes = bulk
-    covered = (job.first_hash + len(hashes) // job.hash_bytes) // shaped.hashes_per_block
-    if job.end_tokens > covered * shaped.block_tokens:
-        return Decline(
-            Reason.HASHES, f"group {shaped.group}: the hashes end before token {job.end_tokens}"
-        )
     chunks = kept_chunks(
         rules,
         shaped.group,
@@ -196,17 +196,49 @@ def _plan_group(
     )
     if shaped.kind not in FULL_FAMILY:  # what left the window is gone, and no fault
         chunks = held_chunks(tables, shaped.group, chunks)
-    if not len(chunks):
-        return _GroupPlan(shaped, np.empty((0, 16), np.uint8), np.empty(0, np.int32))
     blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
     if isinstance(blocks, Fault):
         return Decline(Reason.TABLES, blocks.text)
-    keys = keys_of_chunks(
+    ends = (chunks + 1) * shaped.block_tokens
+    return _keyed(rules, shaped, namespace, job, (ends, blocks, hashes))
+
+
+def _plan_states(
+    rules: Rules, shaped: GroupShape, namespace: bytes, job: SaveJob, hashes: bytes
+) -> _GroupPlan | Decline:
+    """States come by hand-off only: no table says which boundary a slot's state is at."""
+    states = [state for state in job.hand_offs if state.group == shaped.group]
+    for state in states:
+        refused = handed_over(
+            rules,
+            shaped.group,
+            block=state.block,
+            end_tokens=state.end_tokens,
+            prefill_tokens=job.prefill_tokens,
+        )
+        if refused is not None:
+            return Decline(Reason.TABLES, refused.reason)
+    ends = np.array([state.end_tokens for state in states], dtype=np.int64)
+    blocks = np.array([state.block for state in states], dtype=np.int32)
+    return _keyed(rules, shaped, namespace, job, (ends, blocks, hashes))
+
+
+def _keyed(
+    rules: Rules,
+    shaped: GroupShape,
+    namespace: bytes,
+    job: SaveJob,
+    found: tuple[NDArray[np.int64], NDArray[np.int32], bytes],
+) -> _GroupPlan | Decline:
+    """Return the plan of objects by their end tokens (n,), blocks (n,), and the job's hashes."""
+    ends, blocks, hashes = found
+    if not len(ends):
+        return _GroupPlan(shaped, np.empty((0, 16), np.uint8), blocks)
+    keys = keys_of_ends(
         namespace,
         shaped.group,
         hashes,
-        chunks,
-        hashes_per_block=shaped.hashes_per_block,
+        ends // rules.hash_block - 1,
         hash_bytes=job.hash_bytes,
         first_hash=job.first_hash,
     )
@@ -221,7 +253,7 @@ def _prefixes(core: Core, session: Session, shape: SessionShape, job: SaveJob) -
     if admission is None or admission.version != job.version:
         return []
     return [
-        keys[: job.end_tokens // group.block_tokens]
+        keys[: job.end_tokens // group.unit_tokens]
         for group, keys in zip(shape.stored_groups(), admission.keys, strict=True)
     ]
 

@@ -12,12 +12,17 @@ from kvferry_sidecar.sessions.rules import rules_of
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """One group over all local ranks. ``num_blocks`` is the least of them."""
+    """One group over all local ranks. ``num_blocks`` is the least of them.
+
+    Objects end at multiples of ``unit_tokens``: the block, or the hash block with partial hits.
+    """
 
     group: int
     kind: str
     block_tokens: int
-    hashes_per_block: int
+    unit_tokens: int
+    hashes_per_unit: int
+    scratch_blocks: int
     save_rule: str
     num_blocks: int
     stripe: StripeShape
@@ -60,25 +65,32 @@ def session_shape(session: Session) -> SessionShape | None:
         geometries.append(peer.geometry)
     if not geometries:
         return None
+    rules = rules_of(session, geometries[0])
     groups = tuple(
         _group_shape(
             [geometry.groups[i] for geometry in geometries],
             [geometry.position for geometry in geometries],
+            rules,
         )
         for i in range(len(geometries[0].groups))
     )
-    return SessionShape(ranks, groups, rules_of(session, geometries[0]))
+    return SessionShape(ranks, groups, rules)
 
 
-def _group_shape(ranks: list[RankGroup], positions: list[tuple[int, int, int]]) -> GroupShape:
+def _group_shape(
+    ranks: list[RankGroup], positions: list[tuple[int, int, int]], rules: Rules
+) -> GroupShape:
     first = ranks[0]
+    unit_tokens = rules.unit(first.group)
     # Replicas are consecutive in tensor parallel; pipeline stages have layers of their own.
     names = [(tp_rank // first.tp_replicas, pp_rank) for tp_rank, pp_rank, _ in positions]
     return GroupShape(
         group=first.group,
         kind=first.kind,
         block_tokens=first.block_tokens,
-        hashes_per_block=first.hashes_per_block,
+        unit_tokens=unit_tokens,
+        hashes_per_unit=unit_tokens // rules.hash_block,
+        scratch_blocks=first.scratch_blocks,
         save_rule=first.save_rule,
         num_blocks=min(rank.num_blocks for rank in ranks),
         stripe=stripe_shape([rank.payload_bytes for rank in ranks], names),

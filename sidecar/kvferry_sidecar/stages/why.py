@@ -29,7 +29,7 @@ class NamespaceFacts:
     engine: str
     identity: Mapping[str, str]
     group: int
-    hashes_per_block: int
+    hashes_per_unit: int
 
 
 class Namespaces:
@@ -47,7 +47,7 @@ class Namespaces:
             return
         self._known.pop(digest, None)
         self._known[digest] = NamespaceFacts(
-            "/".join(session.key), geometry.identity, stored[0].group, stored[0].hashes_per_block
+            "/".join(session.key), geometry.identity, stored[0].group, stored[0].hashes_per_unit
         )
         if len(self._known) > namespaces_max:
             del self._known[next(iter(self._known))]
@@ -59,14 +59,14 @@ class Namespaces:
         own = session.namespaces.get(session.version)
         mine = self._known.get(own) if own is not None else None
         for digest, facts in self._known.items():
-            chunk_bytes = facts.hashes_per_block * hash_bytes
+            chunk_bytes = facts.hashes_per_unit * hash_bytes
             if digest == own or len(hashes) < chunk_bytes:
                 continue
             keys = new_keys(
                 digest,
                 facts.group,
                 hashes[:chunk_bytes],
-                hashes_per_block=facts.hashes_per_block,
+                hashes_per_unit=facts.hashes_per_unit,
                 hash_bytes=hash_bytes,
                 start=0,
             )

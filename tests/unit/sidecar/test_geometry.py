@@ -86,7 +86,7 @@ def test_a_layer_outermost_cache_is_accepted():
     (only,) = rank.groups
     assert only.layout.runs == [(i * PAGE * BLOCKS, PAGE, PAGE) for i in range(3)]
     assert only.payload_bytes == 3 * PAGE
-    assert (only.kind, only.save_rule, only.hashes_per_block) == ("full", "all", 2)
+    assert (only.kind, only.save_rule) == ("full", "all")
     assert (only.num_blocks, only.block_tokens, rank.serial) == (BLOCKS, 32, 1)
     assert len(rank.digest) == 16
 
@@ -147,12 +147,12 @@ def test_a_group_that_is_not_cacheable_is_allowed_and_never_saved():
     assert (rank.groups[1].save_rule, rank.groups[1].layout) == ("none", None)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "rswa", "sink", "never heard of"])
+@pytest.mark.parametrize("kind", ["mamba-none", "rswa", "sink", "never heard of"])
 def test_other_kinds_are_refused_by_name(kind):
     found = refusal(register([group(kind=kind, detail="window 128")]), "groups[0].kind")
     assert kind in found.theirs
     assert "window 128" in found.theirs
-    assert found.ours == "full, mla, indexer, swa, swa-mla, chunked"
+    assert "full, mla, indexer, swa, swa-mla, chunked, mamba" in found.ours
     assert "without kvferry" in found.remedy
 
 
@@ -164,13 +164,13 @@ def test_other_kinds_are_refused_by_name(kind):
         ({"kind": "swa", "window_tokens": 40, "window_extra_tokens": 3}, "held"),
         ({"kind": "swa-mla", "window_tokens": 40}, "held"),
         ({"kind": "chunked", "chunk_tokens": 64}, "held"),
+        ({"kind": "mamba", "scratch_blocks": 3}, "hand-offs"),
     ],
 )
-def test_positional_kinds_are_served_with_their_numbers(changes, save_rule):
+def test_kinds_are_served_with_their_numbers(changes, save_rule):
     only = validate(register([group(**changes)])).groups[0]
-    numbers = (only.window_tokens, only.window_extra_tokens, only.chunk_tokens)
-    names = ("window_tokens", "window_extra_tokens", "chunk_tokens")
-    assert numbers == tuple(changes.get(name, 0) for name in names)
+    names = ("window_tokens", "window_extra_tokens", "chunk_tokens", "scratch_blocks")
+    assert all(getattr(only, name) == changes.get(name, 0) for name in names)
     assert (only.kind, only.save_rule) == (changes["kind"], save_rule)
 
 
@@ -182,7 +182,7 @@ def test_positional_kinds_are_served_with_their_numbers(changes, save_rule):
         ({"kind": "chunked"}, "chunk_tokens"),
         ({"kind": "chunked", "chunk_tokens": 64, "window_tokens": 5}, "window_tokens"),
         ({"kind": "full", "window_tokens": 40}, "window_tokens"),
-        ({"kind": "mla", "chunk_tokens": 64}, "chunk_tokens"),
+        ({"kind": "mla", "scratch_blocks": 1}, "scratch_blocks"),
     ],
 )
 def test_numbers_that_a_kind_lacks_or_does_not_have_are_refused(changes, field):

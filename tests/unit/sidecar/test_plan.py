@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvferry_connector.wire.hot import TableSlice
 from kvferry_native import mix_keys
-from kvferry_sidecar.plan.chunk_keys import keys_of_chunks, new_keys
+from kvferry_sidecar.plan.chunk_keys import keys_of_ends, new_keys
 from kvferry_sidecar.plan.shards import stripe_shape
 from kvferry_sidecar.plan.tables import Fault, pick_blocks, read_tables
 from support.pipeline_bed import chain, table
@@ -74,7 +74,7 @@ def test_keys_of_delta_probes_are_those_of_one_probe(first, per_block, steps):
     """However a request's hashes are cut into probes, its keys are the same."""
     ends = np.cumsum([first, *steps]).tolist()
     whole = new_keys(
-        NAMESPACE, 3, chain(1, ends[-1]), hashes_per_block=per_block, hash_bytes=32, start=0
+        NAMESPACE, 3, chain(1, ends[-1]), hashes_per_unit=per_block, hash_bytes=32, start=0
     )
     assert len(whole) == ends[-1] // per_block
     parts = [
@@ -82,7 +82,7 @@ def test_keys_of_delta_probes_are_those_of_one_probe(first, per_block, steps):
             NAMESPACE,
             3,
             chain(1, end, start),
-            hashes_per_block=per_block,
+            hashes_per_unit=per_block,
             hash_bytes=32,
             start=start,
         )
@@ -94,13 +94,12 @@ def test_keys_of_delta_probes_are_those_of_one_probe(first, per_block, steps):
 @given(st.integers(0, 9), st.integers(1, 3), st.sets(st.integers(0, 9), min_size=1))
 def test_keys_of_a_save_are_those_of_the_probe(first_hash, per_block, picked):
     chunks = np.array(sorted(picked), dtype=np.int64)
-    whole = new_keys(NAMESPACE, 0, chain(1, 30), hashes_per_block=per_block, hash_bytes=32, start=0)
-    keys = keys_of_chunks(
+    whole = new_keys(NAMESPACE, 0, chain(1, 30), hashes_per_unit=per_block, hash_bytes=32, start=0)
+    keys = keys_of_ends(
         NAMESPACE,
         0,
         chain(1, 30, first_hash),
-        chunks,
-        hashes_per_block=per_block,
+        (chunks + 1) * per_block - 1,
         hash_bytes=32,
         first_hash=first_hash,
     )
@@ -112,6 +111,6 @@ def test_keys_of_a_save_are_those_of_the_probe(first_hash, per_block, picked):
 
 
 def test_the_key_of_a_chunk_is_mixed_from_the_hash_at_its_end():
-    keys = new_keys(NAMESPACE, 2, chain(1, 6), hashes_per_block=3, hash_bytes=32, start=0)
+    keys = new_keys(NAMESPACE, 2, chain(1, 6), hashes_per_unit=3, hash_bytes=32, start=0)
     ends = chain(1, 3, 2) + chain(1, 6, 5)
     assert np.array_equal(keys, mix_keys(NAMESPACE, 2, 0, ends, 32, 0, 1))

@@ -42,7 +42,7 @@ def session(engine="engine", identity=None, ranks=(0,)):
     made.ready, made.ranks, made.version = True, ranks, NO_VERSION
     made.namespaces[NO_VERSION] = b"n" * 16
     layout = object()
-    group = RankGroup(0, "full", 32, 2, layout, 4096, 10, "all")
+    group = RankGroup(0, "full", 32, layout, 4096, 10, "all")
     geometry = RankGeometry(1, (group,), identity or {"model": "tiny"}, b"d" * 16, 16)
     made.scheduler = Peer(made, "scheduler", -1, 7, b"s", 1, 99, 1234, last_beat_s=90.0)
     made.workers[0] = Peer(

@@ -50,7 +50,12 @@ def test_what_peers_sent_before_fields_were_appended_reads_as_their_defaults() -
         if isinstance(message, attach.RegisterRank):
             plain = [
                 replace(
-                    group, window_tokens=0, window_extra_tokens=0, chunk_tokens=0, tp_replicas=1
+                    group,
+                    window_tokens=0,
+                    window_extra_tokens=0,
+                    chunk_tokens=0,
+                    scratch_blocks=0,
+                    tp_replicas=1,
                 )
                 for group in message.groups
             ]

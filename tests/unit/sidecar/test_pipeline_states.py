@@ -1,0 +1,181 @@
+"""Models with states (Mamba and its kin) through the pipeline: hand-offs, hits, loads."""
+
+from __future__ import annotations
+
+import pytest
+from kvferry_connector.wire.hot import HandOff, Outcome, OutcomeAck, Release, SaveJob
+from kvferry_sidecar.masks.load import load_mask
+from support.hybrid_bed import (
+    LOADED,
+    SCRATCH,
+    assert_loaded,
+    hit,
+    load,
+    probe,
+    rules,
+    save,
+    scratch,
+)
+from support.pipeline_bed import HASH_BYTES, Bed, chain, make_engine, value_of
+
+FULL = {"kind": "full"}
+SWA = {"kind": "swa", "window_tokens": 32, "save_rule": "held"}
+STATE = {"kind": "mamba", "save_rule": "hand-offs"}
+WIDE = {"kind": "mamba", "block_tokens": 64, "save_rule": "hand-offs"}
+DRAFTED = {"kind": "mamba", "scratch_blocks": 2, "save_rule": "hand-offs"}
+MODELS = {
+    "full and state": [FULL, STATE],
+    "wide state": [FULL, WIDE],
+    "scratch": [FULL, DRAFTED],
+    "state alone": [STATE],
+    "two sorts of states": [FULL, WIDE, DRAFTED],
+    "window too": [FULL, STATE, SWA],
+}
+
+
+def bed_and_engine(kinds, **options):
+    return Bed(slots=256), make_engine(kinds=kinds, num_blocks=1000, **options)
+
+
+def chunks_leased(bed, engine, admission=1):
+    """Chunks of each group under the lease."""
+    lease = bed.pipeline._core.leases.get((engine.session.life, admission))
+    return {group.group: group.chunks.tolist() for group in lease.groups}
+
+
+@pytest.mark.parametrize("tokens", [200, 256, 257])
+@pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS.keys())
+def test_a_repeated_prompt_hits_at_its_replay_boundary(kinds, tokens):
+    bed, engine = bed_and_engine(kinds, ranks=2)
+    save(bed, engine, 1, tokens)
+    probe(bed, engine, 1, 1, tokens)
+    step = rules(engine).scheduler_block
+    total = hit(bed, engine, 1, tokens)
+    assert total == (tokens - 1) // step * step
+    needed = sum(load_mask(rule, total_tokens=total).sum() for rule in rules(engine).groups)
+    assert bed.pipeline.snapshot().leased_entries == needed
+    assert [end.status for end in load(bed, engine, 1, total)] == ["done", "done"]
+    assert_loaded(engine, 1, total)
+    bed.say(engine.scheduler, Release([1]))
+    bed.assert_clean()
+
+
+def test_a_state_is_loaded_also_where_the_attention_before_it_is_local():
+    bed, engine = bed_and_engine(MODELS["wide state"])
+    save(bed, engine, 1, 257)
+    probe(bed, engine, 1, 1, 257)
+    assert hit(bed, engine, 1, 257, local=192) == 256
+    assert load(bed, engine, 1, 256, local=192)[0].status == "done"
+    assert_loaded(engine, 1, 256, local=192)
+
+
+def test_masks_of_equal_blocks_are_not_equal():
+    """Full 1111, state 0001, window 0011: equal block sizes prove nothing."""
+    bed, engine = bed_and_engine(MODELS["window too"])
+    save(bed, engine, 1, 65)
+    probe(bed, engine, 1, 1, 65)
+    assert hit(bed, engine, 1, 65) == 64
+    assert chunks_leased(bed, engine) == {0: [0, 1, 2, 3], 1: [3], 2: [2, 3]}
+    assert load(bed, engine, 1, 64)[0].status == "done"
+    assert_loaded(engine, 1, 64)
+
+
+def test_a_sparse_prefix_whose_objects_all_exist_is_a_full_hit():
+    bed, engine = bed_and_engine(MODELS["full and state"])
+    save(bed, engine, 1, 129)
+    assert bed.pool.stats().ready == 8 + 1
+    probe(bed, engine, 1, 1, 129)
+    assert hit(bed, engine, 1, 129) == 128
+
+
+def test_a_state_further_on_allows_no_resume_before_it():
+    """A state at 128 is of no use to a request that shares 64 tokens."""
+    bed, engine = bed_and_engine(MODELS["full and state"])
+    save(bed, engine, 1, 129)
+    probe(bed, engine, 1, 2, 129, shared=64)
+    assert hit(bed, engine, 1, 129) == 0
+    save(bed, engine, 2, 129, junction=64)
+    probe(bed, engine, 2, 2, 129)
+    assert hit(bed, engine, 2, 129) == 128
+
+
+def test_a_compact_table_of_one_slot_is_the_last_chunk():
+    """`[slot]` of a 4-block prefix: the state of chunk 3, and of no other."""
+    bed, engine = bed_and_engine(MODELS["full and state"])
+    save(bed, engine, 1, 65)
+    probe(bed, engine, 1, 1, 65)
+    assert hit(bed, engine, 1, 65) == 64
+    (end,) = load(bed, engine, 1, 64, tables={1: [LOADED]})
+    assert end.status == "done"
+    found = {b: v for b, v in engine.layouts[0, 1].values.items() if b >= LOADED}
+    assert found == {LOADED: value_of(1, 3, 0, 1)}
+
+
+@pytest.mark.parametrize("short", [0, 1], ids=["compact", "too few"])
+def test_scratch_closes_a_compact_table(short):
+    """State and scratch: as many slots as a positional table of 3 chunks, but none of its."""
+    bed, engine = bed_and_engine(MODELS["scratch"])
+    save(bed, engine, 1, 49)
+    probe(bed, engine, 1, 1, 49)
+    assert hit(bed, engine, 1, 49) == 48
+    (end,) = load(bed, engine, 1, 48, tables={1: [LOADED, *scratch(engine, 1)][short:]})
+    if short:
+        assert (end.status, end.reason) == ("failed", "tables")
+    else:
+        found = {b: v for b, v in engine.layouts[0, 1].values.items() if b >= LOADED}
+        assert found == {LOADED: value_of(1, 2, 0, 1)}
+
+
+@pytest.mark.parametrize("slots", [[], [0], [0, 0, 0, 0], [LOADED, LOADED + 1], [5000]])
+def test_other_tables_of_a_state_fail_the_load_by_name(slots):
+    bed, engine = bed_and_engine(MODELS["full and state"])
+    save(bed, engine, 1, 65)
+    probe(bed, engine, 1, 1, 65)
+    hit(bed, engine, 1, 65)
+    (end,) = load(bed, engine, 1, 64, tables={1: slots})
+    assert (end.status, end.reason) == ("failed", "tables")
+    assert not any(block >= LOADED for block in engine.layouts[0, 0].values)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        HandOff(1, 0, 64),  # null
+        HandOff(1, 1000, 64),  # no block
+        HandOff(0, 5, 64),  # attention has no states
+        HandOff(1, 5, 60),  # no hash ends there
+        HandOff(1, 5, 0),
+        HandOff(1, 5, 208),  # past the prefill: drafts may be rejected
+    ],
+)
+def test_a_wrong_hand_off_is_refused_by_name(state):
+    bed, engine = bed_and_engine(MODELS["full and state"])
+    job = SaveJob(
+        bed.next_job(), engine.session.life, engine.session.version, "r", 0, 0, 208, 208, 0,
+        HASH_BYTES, [], [state], 200,
+    )  # fmt: skip
+    bed.submit(engine.workers[0], job, [b"", chain(1, 13)])
+    (outcome,) = bed.take(Outcome)
+    assert (outcome.status, outcome.reason) == ("failed", "tables")
+    bed.say(engine.workers[0], OutcomeAck([job.job]))
+    assert bed.pool.stats().ready == 0
+    bed.assert_clean()
+
+
+def test_a_hand_off_whose_hash_did_not_come_is_refused():
+    bed, engine = bed_and_engine(MODELS["full and state"])
+    job = SaveJob(
+        bed.next_job(), engine.session.life, engine.session.version, "r", 0, 0, 128, 128, 7,
+        HASH_BYTES, [], [HandOff(1, 5, 64)], 200,
+    )  # fmt: skip
+    bed.submit(engine.workers[0], job, [b"", chain(1, 8, 7)])
+    (outcome,) = bed.take(Outcome)
+    assert (outcome.status, outcome.reason) == ("failed", "hashes")
+
+
+def test_scratch_is_never_written():
+    bed, engine = bed_and_engine(MODELS["scratch"])
+    save(bed, engine, 1, 200)
+    probe(bed, engine, 1, 1, 200)
+    assert load(bed, engine, 1, hit(bed, engine, 1, 200))[0].status == "done"
+    assert not any(block >= SCRATCH for block in engine.layouts[0, 1].values)
