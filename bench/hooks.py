@@ -3,7 +3,8 @@
 Two real engines (no attention: bench/engine.py) run the same requests, one with FerryConnector and
 a real sidecar, one with bench/null_connector.py. Every public method of both connector objects is
 wrapped with the same clock; the null connector's time, clock included, is subtracted. ``median`` is
-the step on which nothing completes; ``mean`` has the saves of every 128th token in it.
+the step on which nothing completes; ``mean`` has the saves of every 128th token in it, and is that
+of the best round of 128 steps: whatever else runs on the machine only adds to it.
 """
 
 from __future__ import annotations

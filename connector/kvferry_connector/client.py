@@ -141,6 +141,13 @@ class Client:
         """State the admissions that hold leases after ask number ``as_of``, for heartbeats."""
         self._lifeline.live = (as_of, list(live))
 
+    def set_acks(self, jobs: list[int]) -> None:
+        """Share the list of jobs whose outcomes are not acknowledged yet, for heartbeats.
+
+        The caller goes on changing it in place; heartbeats read it in one step of the interpreter.
+        """
+        self._lifeline.acks = jobs
+
     def rotate(self, version: bytes) -> None:
         """Make ``version`` (16 bytes) the namespace version, now and at every later attach."""
         self._lifeline.rotate(version)

@@ -2,7 +2,8 @@
 
 It owns the attach stream and the pidfds. What the hook thread may read are attributes that are
 swapped whole (``published``, ``refusal``, ``state``) or looked up in (``unproven``); what the hook
-thread wants are attributes it swaps (``live``, the registration) and an eventfd to say so.
+thread wants are attributes that it swaps (``live``, the registration) or shares (``acks``), and an
+eventfd to say so.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvferry_connector.log import LOGGER
 from kvferry_connector.stream import AttachStream, UntrustedError
 from kvferry_connector.wire import attach
 from kvferry_connector.wire.attach import RegisterEngine, RegisterRank
-from kvferry_connector.wire.codec import WireError
+from kvferry_connector.wire.codec import WireError, ids_max
 from kvferry_connector.wire.names import attach_path
 from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 
@@ -89,6 +90,7 @@ class Lifeline:
         self.state = "stopped"
         self.unproven: dict[int, int] = {}
         self.live: tuple[int, list[int]] = (0, [])
+        self.acks: list[int] = []
         self.last_ack_s = 0.0
         self.counts: Counter[str] = Counter()
         self._said = ""
@@ -138,6 +140,10 @@ class Lifeline:
     # --- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # ZeroMQ's threads are born of this one and inherit it: a wake-up of theirs never takes the
+        # core from the hook that sends. Where it is refused, sends are as slow as they were.
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         backoff_s = backoff_s_min
         while not self._stopping:
             attached = False
@@ -241,7 +247,7 @@ class Lifeline:
             return
         as_of, live = self.live
         self._beats += 1
-        stream.send(attach.Heartbeat(seq=self._beats, as_of=as_of, live=live))
+        stream.send(attach.Heartbeat(self._beats, as_of, live, self.acks[:ids_max]))
 
     def _handle(self, message: attach.ToPeer) -> None:
         link = self.published

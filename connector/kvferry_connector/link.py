@@ -23,6 +23,7 @@ frames_queued_max = 4096  # ZeroMQ high-water mark, each way
 receive_max = 1024  # messages per receive call: one hook never drains for ever
 _SELECT_FD_MAX = 1024  # select(2) cannot watch a descriptor from this number on
 _NAP_S = 50e-6
+_POLLIN = int(zmq.POLLIN)  # an enum's ``&`` costs as much as asking for the events
 _OPTIONS = {
     zmq.LINGER: 0,  # what is queued for a dead sidecar dies with the socket
     zmq.IMMEDIATE: 1,  # queue only on a live connection, refuse otherwise
@@ -138,7 +139,7 @@ class HotSocket:
     def _next(self, deadline: float) -> list[bytes] | None:
         try:
             # Asking for events costs a fraction of a receive that raises Again.
-            while not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            while not int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
                 left_s = deadline - time.perf_counter() if deadline else 0.0
                 if left_s <= 0.0:
                     return None

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from kvferry_connector.link import Link
 
 
+_ACKS_ENOUGH = 64  # and a message is worth sending
+_ACK_S = 0.1  # an outcome is acknowledged after this, well before it would be sent again
 _SWEEP_S = 0.01  # between two looks at every open job, while the link holds
 _IDLE_POLL_S = 1.0  # with no job open: an outcome whose acknowledgement was lost comes again
 # Shared by all steps with nothing to report; vLLM only reads it.
@@ -69,6 +71,7 @@ class WorkerHalf:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._acks: list[int] = []
+        self._acks_due_s = 0.0
         self._sweep_at_s = 0.0
         self._rotation = 0
         self.stats = FerryStats()
@@ -94,6 +97,7 @@ class WorkerHalf:
         engine_id = vllm_config.kv_transfer_config.engine_id
         half = Half("worker", engine_id, vllm_config.instance_id, self._rank, self._fence.fd)
         client = Client(self._config, half, registration, self._memory.handles())
+        client.set_acks(self._acks)
         client.start()
         self._client = client
 
@@ -165,9 +169,12 @@ class WorkerHalf:
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests whose load has ended on this rank since the last call."""
-        idle_poll = time.monotonic() >= self._sweep_at_s + _IDLE_POLL_S
-        if (self._open or self._acks or idle_poll) and self._client is not None:
-            self._poll(self._client)
+        client, now_s = self._client, time.monotonic()
+        if client is not None:
+            if self._open or now_s >= self._sweep_at_s + _IDLE_POLL_S:
+                self._poll(client, now_s)
+            if self._acks:
+                self._acknowledge(client, now_s)
         if not self._finished:
             return _NOTHING
         results = KVConnectorTransferResults(
@@ -183,18 +190,27 @@ class WorkerHalf:
         reports, self._reports = self._reports, {}
         return FerryWorkerMetadata({job: [report] for job, report in reports.items()})
 
-    def _poll(self, client: Client) -> None:
+    def _poll(self, client: Client, now_s: float) -> None:
         link = client.link()
         if link is not None:
             for message, _ in client.receive(link):
                 self._hear(message)
-            # What is not taken now is tried again with the next poll.
-            while self._acks and client.send(link, hot.OutcomeAck(self._acks[:ids_max])):
-                del self._acks[:ids_max]
-        now_s = time.monotonic()
         if link is None or now_s >= self._sweep_at_s:
             self._sweep_at_s = now_s + _SWEEP_S
             self._sweep(client, link, now_s)
+
+    def _acknowledge(self, client: Client, now_s: float) -> None:
+        """Acknowledge many outcomes by one message: sending one costs more than taking them in.
+
+        What waits when no hook is called any more goes with the next heartbeat.
+        """
+        if len(self._acks) >= _ACKS_ENOUGH or now_s >= self._acks_due_s:
+            link = client.link()
+            # What is not taken now is tried again at the next call.
+            while link is not None and self._acks:
+                if not client.send(link, hot.OutcomeAck(self._acks[:ids_max])):
+                    break
+                del self._acks[:ids_max]
 
     def _sweep(self, client: Client, link: Link | None, now_s: float) -> None:
         """End the jobs of dead sidecars, and ask for those that were not heard of for long."""
@@ -211,6 +227,8 @@ class WorkerHalf:
     def _hear(self, message: hot.FromSidecar) -> None:
         if isinstance(message, hot.Outcome):
             self._end(message.job, message.status, message.reason, message.shorter_tokens)
+            if not self._acks:
+                self._acks_due_s = time.monotonic() + _ACK_S
             self._acks.append(message.job)  # only now: what is acknowledged never comes again
         elif isinstance(message, hot.JobState):
             if message.state == "unknown":

@@ -139,7 +139,13 @@ class Pipeline:
                 self._jobs.on_acknowledged(peer, message)
 
     def on_beat(self, peer: Peer, beat: Heartbeat, now_s: float) -> None:
-        """Compare the leases a scheduler half still counts on with what is held for it."""
+        """Compare the leases a scheduler half still counts on with what is held for it.
+
+        A worker half acknowledges here what no later message of its own did.
+        """
+        if beat.acks:
+            jobs = beat.acks[:ids_max]
+            self._jobs.on_acknowledged(peer, OutcomeAck(jobs))
         self._probes.on_beat(peer, beat, now_s)
 
     # --- what becomes of halves ---------------------------------------------------------------

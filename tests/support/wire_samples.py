@@ -73,7 +73,7 @@ ATTACH_FROM_PEER: list[attach.FromPeer] = [
         hash_block_tokens=128,
     ),
     attach.Rotate(LIFE),
-    attach.Heartbeat(5, 9, [3]),
+    attach.Heartbeat(5, 9, [3], [7, 8]),
     attach.Bye(),
     attach.StatusQuery(),
 ]

@@ -157,11 +157,13 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     """Alive, and these admissions (asked up to ``as_of`` asks) still hold their leases.
 
     A lease of an ask numbered ``<= as_of`` that is not in ``live`` is freed: a lost release heals.
+    ``acks``: outcomes of these jobs arrived, as in OutcomeAck.
     """
 
     seq: int
     as_of: int
     live: list[int]
+    acks: list[int] = []
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):

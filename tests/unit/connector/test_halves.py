@@ -32,6 +32,10 @@ class ScriptedClient:
         self.inbox: list[hot.FromSidecar] = []
         self.polls = 0
         self.calls: list[str] = []
+        self.acks: list[int] = []
+
+    def set_acks(self, jobs: list[int]) -> None:
+        self.acks = jobs
 
     def start(self) -> None:
         self.calls.append("start")
@@ -138,6 +142,8 @@ def test_an_outcome_that_comes_again_is_acknowledged_with_no_job_open(
     assert client.sent == [], "once a second is enough"
     clock.s += 1.0
     half.results()
+    clock.s += worker_half._ACK_S
+    half.results()
     assert client.sent == [(hot.OutcomeAck([1]), [])]
     assert half.worker_metadata() is None, "and it ends nothing twice"
 
@@ -146,7 +152,11 @@ def test_an_outcome_that_comes_again_is_acknowledged_with_no_job_open(
     ("status", "failed"), [("done", set()), ("failed", {"req-1"}), ("cancelled", {"req-1"})]
 )
 def test_each_outcome_is_reported_once_and_acknowledged(
-    half: WorkerHalf, client: ScriptedClient, status: str, failed: set[str]
+    half: WorkerHalf,
+    client: ScriptedClient,
+    clock: SimpleNamespace,
+    status: str,
+    failed: set[str],
 ) -> None:
     load(half, 1)
     assert not half.results().finished_recving
@@ -156,11 +166,36 @@ def test_each_outcome_is_reported_once_and_acknowledged(
     meta = half.worker_metadata()
     assert meta is not None
     assert meta.reports == {1: [Report(3, status, "why", 48)]}
+    clock.s += worker_half._ACK_S
+    half.results()
     load(half, 2)  # only to have something open
     client.inbox = [outcome(1, status)]
     assert not half.results().finished_recving, "sent again"
     assert half.worker_metadata() is None
+    clock.s += worker_half._ACK_S
+    half.results()
     assert client.kinds(hot.OutcomeAck) == [hot.OutcomeAck([1]), hot.OutcomeAck([1])]
+
+
+def test_outcomes_are_acknowledged_together(
+    half: WorkerHalf, client: ScriptedClient, clock: SimpleNamespace
+) -> None:
+    load(half, *range(1, 200))
+    client.inbox = [outcome(1)]
+    half.results()
+    clock.s += worker_half._ACK_S / 2
+    client.inbox = [outcome(2)]
+    half.results()
+    assert client.kinds(hot.OutcomeAck) == []
+    assert client.acks == [1, 2], "a heartbeat may take them"
+    clock.s += worker_half._ACK_S / 2
+    half.results()
+    assert client.kinds(hot.OutcomeAck) == [hot.OutcomeAck([1, 2])]
+    assert client.acks == []
+    many = list(range(3, 3 + worker_half._ACKS_ENOUGH))
+    client.inbox = [outcome(job) for job in many]
+    half.results()
+    assert client.kinds(hot.OutcomeAck)[1:] == [hot.OutcomeAck(many)]
 
 
 def test_load_that_a_reset_overtook_failed_whatever_it_brought(
@@ -247,12 +282,15 @@ def test_error_ends_nothing_but_asks_at_once(half: WorkerHalf, client: ScriptedC
 
 
 def test_acknowledgement_that_is_not_taken_is_tried_again(
-    half: WorkerHalf, client: ScriptedClient
+    half: WorkerHalf, client: ScriptedClient, clock: SimpleNamespace
 ) -> None:
     load(half, 1)
     client.inbox = [outcome(1)]
-    client.takes = False
     assert half.results().finished_recving == {"req-1"}
+    clock.s += worker_half._ACK_S
+    client.takes = False
+    half.results()
+    assert client.acks == [1]
     client.takes = True
     half.results()
     assert client.kinds(hot.OutcomeAck) == [hot.OutcomeAck([1])]

@@ -7,6 +7,7 @@ import math
 
 import msgspec
 import pytest
+from kvferry_connector.wire.attach import Heartbeat
 from kvferry_connector.wire.hot import (
     Cancel,
     Hint,
@@ -62,6 +63,21 @@ def test_outcomes_are_sent_again_until_acknowledged():
     bed.pass_s(0.1)
     assert bed.take(Outcome, worker) == []
     bed.say(worker, OutcomeAck([job.job]))
+    assert bed.pass_s(1.0) == math.inf
+    assert bed.take(Outcome, worker) == []
+
+
+def test_a_heartbeat_acknowledges_what_no_message_did():
+    bed, engine = Bed(), make_engine()
+    worker = engine.workers[0]
+    job, raw = bed.save_job(engine, 1, [1])
+    bed.submit(worker, job, raw)
+    bed.run_copies()
+    first = outcome(bed, worker)
+    bed.pipeline.on_beat(worker, Heartbeat(1, 0, [], [job.job + 1]), bed.now_s)
+    bed.pass_s(0.3)
+    assert bed.take(Outcome, worker) == [first]
+    bed.pipeline.on_beat(worker, Heartbeat(2, 0, [], [job.job]), bed.now_s)
     assert bed.pass_s(1.0) == math.inf
     assert bed.take(Outcome, worker) == []
 
