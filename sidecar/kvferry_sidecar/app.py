@@ -122,6 +122,7 @@ class App:
                 Tier(t.name, t.source, t.runner, t.policy, reason=t.reason)
                 for t in self._slow.tiers
             ],
+            modes=config.loads,
         )
         self._loop.watch(self._copies.wake_fd(), READ, self._on_copies)
         self._loop.watch(self._slow.wake_fd, READ, self._on_stores)

@@ -23,6 +23,7 @@ from kvferry_sidecar.errors import ConfigError, PoolSegmentError
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.settings import Setting
 from kvferry_sidecar.slow_tiers import DiskTierConfig, RemoteTierConfig
+from kvferry_sidecar.stages.modes import LoadModes
 
 ENV_PREFIX = "KVFERRY_"
 CONFIG_ENV = "KVFERRY_CONFIG"
@@ -101,6 +102,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retention: Annotated[str, msgspec.Meta(pattern=r"^(engine|dense|[1-9][0-9]{0,8})$")]
     tiers: TiersConfig
     copy: CopyConfig
+    loads: LoadModes
     log: LogConfig
     http: HttpConfig
     limits: Limits
@@ -262,6 +264,7 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "tiers.host.bytes": POOL_BYTES,
         "tiers.host.name": f"kvferry-{os.getuid()}",
         "copy.threads": min(max(cpus // 4, 1), 8),
+        "loads.mode": "overlapped",
         "log.level": "info",
         "log.format": "console",
         "http.listen": HTTP_LISTEN,

@@ -51,6 +51,7 @@ from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.jobs import Jobs
 from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.logs import Log
+from kvferry_sidecar.stages.modes import DEFAULT_MODES, LoadModes
 from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.parts import End
 from kvferry_sidecar.stages.probes import Probes
@@ -86,6 +87,7 @@ class Pipeline:
         log: Log,
         namespace_of: Callable[[Session, bytes], bytes | None] = _known_namespace,
         tiers: Sequence[Tier] = (),
+        modes: LoadModes = DEFAULT_MODES,
     ) -> None:
         self._stores = StoreDesk(tiers, limits, log)
         self._core = Core(
@@ -94,6 +96,7 @@ class Pipeline:
             send=send,
             namespace_of=namespace_of,
             limits=limits,
+            modes=modes,
             log=log,
             ledger=Ledger(limits.sessions_max),
             outbox=Outbox(send, limits.outcome_resend_ms, limits.messages_per_turn_max),

@@ -98,6 +98,27 @@ def test_sigterm_lets_a_client_finish_and_second_sigterm_does_not(
         assert engine.get("stuck") == 0
 
 
+def test_serialized_loads_bring_the_right_bytes() -> None:
+    flags = ["--set", "loads.mode=serialized"]
+    with (
+        running_sidecar(pool_bytes=16 << 20, flags=flags) as sidecar,
+        client_engine(sidecar.run_dir) as engine,
+    ):
+        prompts = {f"prompt {number}": (number * 3 + 7, number * 3 + 8) for number in range(6)}
+        jobs = {}
+        for prompt, blocks in prompts.items():
+            engine.put(prompt, (1, 2))
+            admission, _ = engine.lease(prompt, 2)
+            engine.wipe(blocks)
+            jobs[prompt] = engine.load_job(admission, blocks, step=1)
+        numbers = [engine.submit(job) for job in jobs.values()]
+        wait_until(lambda: _open(sidecar)["load"] == 6, "all are open")
+        engine.memory.bound(1)
+        assert [engine.ended(number).status for number in numbers] == ["done"] * 6
+        assert all(engine.holds(prompt, blocks) for prompt, blocks in prompts.items())
+        wait_settled(sidecar.run_dir)
+
+
 def _open(sidecar: SidecarUnderTest) -> dict[str, int]:
     found: dict[str, int] = read_status(sidecar.run_dir)["pipeline"]["jobs_open"]
     return found

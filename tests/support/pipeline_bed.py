@@ -29,6 +29,7 @@ from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, RankGroup, Session, SessionKey
 from kvferry_sidecar.slow_tiers import Policy
+from kvferry_sidecar.stages.modes import DEFAULT_MODES, LoadModes
 from kvferry_sidecar.stages.stores import Tier
 from kvferry_sidecar.tiers.host import HostTier
 from support.fake_copies import FakeCopies, FakeLayout
@@ -161,6 +162,7 @@ class Bed:
 
     limits: Limits = field(default_factory=Limits)
     slots: int = 64
+    modes: LoadModes = DEFAULT_MODES
     now_s: float = 100.0
     sources: Sequence[str] = ()  # of the slower tiers
     policy: Policy = "all"
@@ -180,6 +182,7 @@ class Bed:
             copies=self.copies,
             send=lambda peer, message: self.sent.append((peer, message)),
             limits=self.limits,
+            modes=self.modes,
             log=self.log,
         )
         self._jobs = 0

@@ -49,8 +49,10 @@ class Reason(enum.StrEnum):
     # Ends of accepted jobs.
     CANCELLED = "cancelled"
     FENCE = "fence"
+    QUEUE = "queue"
     COPY_DEADLINE = "copy-deadline"
     COPY_FAILED = "copy-failed"
+    INTERNAL = "internal"
     CHECKSUM = "checksum"
     GONE = "gone"
     PEER_DEAD = "peer-dead"
@@ -168,6 +170,13 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.FENCE: Explanation(
         "the engine did not reach the job's step in time",
         "see whether the engine hangs; else raise limits.fence_ms_max",
+    ),
+    Reason.QUEUE: Explanation(
+        "the copy did not get its turn in time",
+        "see the machine's load, and whether another copy is stuck; limits.copy_ms_max",
+    ),
+    Reason.INTERNAL: Explanation(
+        "a bug while the job ended; what it brought is not used", "report it with the log"
     ),
     Reason.COPY_DEADLINE: Explanation(
         "the copy took longer than its deadline", "see the machine's load; limits.copy_ms_max"

@@ -30,11 +30,14 @@ class CopyDesk:
         limits: Limits,
         log: Log,
         on_stopped: Callable[[Part, float], None],
+        *,
+        serialized: bool = False,
     ) -> None:
         self._copies = copies
         self.limits = limits
         self._log = log
         self._on_stopped = on_stopped
+        self._serialized = serialized
         self._numbers = itertools.count(1)
         self._fenced: dict[Part, None] = {}
         self._queued: dict[str, deque[Part]] = {"load": deque(), "save": deque()}
@@ -90,10 +93,13 @@ class CopyDesk:
         self._stopped(part, now_s)
 
     def sweep(self, now_s: float) -> None:
-        """Fail fences that did not come; ask copies that take too long to stop."""
+        """Fail fences and turns that did not come; ask copies that take too long to stop."""
         late = [part for part in self._fenced if part.deadline_s <= now_s]
         for part in late:
             self.stop(part, End(JobStatusName.FAILED, Reason.FENCE), now_s)
+        for queue in self._queued.values():
+            while queue and queue[0].deadline_s <= now_s:
+                self.stop(queue[0], End(JobStatusName.FAILED, Reason.QUEUE), now_s)
         for part in self._copying:
             if part.deadline_s <= now_s and part.stop is None:
                 self.stop(part, End(JobStatusName.FAILED, Reason.COPY_DEADLINE), now_s)
@@ -129,13 +135,17 @@ class CopyDesk:
     def _enqueue(self, part: Part, now_s: float) -> None:
         del self._fenced[part]
         part.passed_s = now_s
+        part.deadline_s = now_s + self.limits.copy_ms_max / 1e3
         part.state = PartState.QUEUED
         self._queued[part.run.work.kind].append(part)
 
     def _pump(self, now_s: float) -> None:
         loads, saves = self._queued["load"], self._queued["save"]
-        while loads:
-            self._start(loads.popleft(), now_s)
+        for part in [loads.popleft() for _ in range(len(loads))]:
+            if self._serialized and any(_same_rank(part, other) for other in self._copying):
+                loads.append(part)
+            else:
+                self._start(part, now_s)
         while saves and self._saves_in_flight < self.limits.save_copies_max:
             self._start(saves.popleft(), now_s)
 
@@ -173,6 +183,10 @@ class CopyDesk:
                 self._saves_in_flight -= 1
         part.state = PartState.ENDED
         self._on_stopped(part, now_s)
+
+
+def _same_rank(load: Part, other: Part) -> bool:
+    return other.peer is load.peer and other.run.work.kind == "load"
 
 
 def _fence_passed(part: Part) -> bool:

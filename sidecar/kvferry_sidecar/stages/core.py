@@ -19,6 +19,7 @@ from kvferry_sidecar.sessions.model import Peer, Session, SessionKey
 from kvferry_sidecar.stages.behind import WriteBehind
 from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.logs import Log
+from kvferry_sidecar.stages.modes import LoadModes
 from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.shape import SessionShape, session_shape
 from kvferry_sidecar.tiers.host import HostTier
@@ -33,6 +34,7 @@ class Core:
     send: Callable[[Peer, FromSidecar], None]
     namespace_of: Callable[[Session, bytes], bytes | None]
     limits: Limits
+    modes: LoadModes
     log: Log
     ledger: Ledger
     outbox: Outbox

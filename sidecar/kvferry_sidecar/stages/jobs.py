@@ -46,7 +46,13 @@ class Jobs:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self.desk = CopyDesk(core.copies, core.limits, core.log, self._on_stopped)
+        self.desk = CopyDesk(
+            core.copies,
+            core.limits,
+            core.log,
+            self._on_stopped,
+            serialized=core.modes.mode == "serialized",
+        )
         self._runs: dict[JobKey, JobRun] = {}
         self._digests: dict[bytes, JobRun] = {}
         self._parts: dict[PartKey, Part] = {}
@@ -256,7 +262,7 @@ class Jobs:
 
     def _on_stopped(self, part: Part, now_s: float) -> None:
         """Nothing of the part runs any more: settle the job if it was the last, then report."""
-        part.end = end = part.run.work.conclude(part)
+        part.end = end = self._conclude(part)
         part.ended_s = now_s
         del self._parts[part.key]
         _uncount(self._parts_of, part.key.generation)
@@ -280,11 +286,25 @@ class Jobs:
             )
             self._core.outbox.post(part.peer, message, now_s)
 
+    def _conclude(self, part: Part) -> End:
+        """How it ended. A bug in that must cost neither its outcome nor those that follow."""
+        try:
+            return part.run.work.conclude(part)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine waits for an outcome
+            self._bug("end of a job failed", part.run.job.job, error)
+            return End(JobStatusName.FAILED, Reason.INTERNAL)
+
+    def _bug(self, event: str, job: int, error: Exception) -> None:
+        self._core.log.error(event, job=job, exc_info=error)
+
     def _settle_if_decided(self, run: JobRun) -> None:
         key = (run.job.life, run.job.job)
         if not run.decided() or self._runs.get(key) is not run:
             return
-        run.work.settle(run)
+        try:
+            run.work.settle(run)
+        except Exception as error:  # noqa: BLE001 - as above; what it held may be lost, loudly
+            self._bug("job not settled", run.job.job, error)
         self._core.journal.settled(run)
         # A run and its parts name each other, and a part's copies hold the engine's memory: left
         # to the collector, an engine that is gone would stay mapped until its next round.
