@@ -40,6 +40,8 @@ def skipped_tokens(rule: GroupRule, total_tokens: int) -> int:
 
 def needed_chunks(rule: GroupRule, *, local_tokens: int, total_tokens: int) -> NDArray[np.int64]:
     """Return the chunks to load, ascending: in the mask at the total, and not whole locally."""
-    mask = load_mask(rule, total_tokens=total_tokens)
-    mask[: local_tokens // rule.block] = False
-    return np.flatnonzero(mask)
+    if not rule.stored:
+        return np.zeros(0, dtype=np.int64)
+    # The mask has no hole: from what is never read to the end.
+    first = max(skipped_tokens(rule, total_tokens), local_tokens) // rule.block
+    return np.arange(first, -(-total_tokens // rule.block), dtype=np.int64)

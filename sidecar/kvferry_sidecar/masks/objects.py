@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry_sidecar.masks.kinds import Kind
-from kvferry_sidecar.masks.load import load_mask
+from kvferry_sidecar.masks.load import needed_chunks
 from kvferry_sidecar.masks.presence import Presence
 from kvferry_sidecar.masks.rules import Refused, Rules
 
@@ -39,16 +39,19 @@ def needed_objects(
     ``present`` is this group's array (see `presence`).
     """
     rule, unit = rules.groups[group], rules.unit(group)
-    chunks = np.flatnonzero(load_mask(rule, total_tokens=total_tokens))
-    chunks = chunks[(chunks + 1) * rule.block > local_tokens]
+    chunks = needed_chunks(rule, local_tokens=local_tokens, total_tokens=total_tokens)
     ends = (chunks + 1) * rule.block
-    if len(ends) and ends[-1] > total_tokens:
+    if not len(ends):
+        return Objects(chunks, ends)
+    if ends[-1] > total_tokens:
         ends[-1] = _tail_end(rules, group, present, total_tokens)
-    places = ends // unit - 1
-    absent = (places < 0) | (places >= len(present))
-    if absent.any() or not present[places].all():
+    last = int(ends[-1]) // unit - 1
+    if not 0 <= last < len(present) or not present[last]:
         return None
-    return Objects(chunks, ends)
+    step = rule.block // unit  # of the whole chunks before it
+    first = (int(chunks[0]) + 1) * step - 1
+    whole = present[first : first + (len(chunks) - 1) * step : step]
+    return Objects(chunks, ends) if whole.all() else None
 
 
 def _tail_end(rules: Rules, group: int, present: NDArray[np.bool_], total_tokens: int) -> int:
