@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduler_harness import SchedulerUnderTest, chunked, full, swa
+from support.scheduler_harness import SchedulerUnderTest, chunked, full, mamba, swa
 
 MODELS: list[Sequence[Any]] = [
     [full(16)],
@@ -17,6 +17,9 @@ MODELS: list[Sequence[Any]] = [
     [full(32), swa(16, 70), swa(32, 33)],
     [full(16), chunked(16, 64)],
     [swa(16, 50)],
+    [full(16), mamba(16)],
+    [full(16), mamba(16, scratch=2), swa(16, 40)],
+    [full(32), mamba(32, scratch=1)],
 ]
 CORPUS = [list(range(base, base + 260)) for base in (10, 300)]
 
@@ -48,7 +51,7 @@ def _disturb(engine: SchedulerUnderTest, rng: random.Random) -> None:
     node.load_steps, node.save_steps = rng.randint(0, 6), rng.randint(0, 12)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(36))
 def test_random_lives(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     engine = SchedulerUnderTest(

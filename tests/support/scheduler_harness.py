@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from kvferry_connector.config import read_config
 from kvferry_connector.describe import spec_kind
@@ -16,8 +16,8 @@ from kvferry_connector.entry import FerryConnector
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
-from kvferry_sidecar.masks.load import load_mask
 from kvferry_sidecar.sessions.model import RankGroup
+from support.contents import Part
 from support.further_rank import FurtherRank
 from support.scripted_node import ScriptedNode, StepEnd
 from vllm.config import (
@@ -35,6 +35,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
+    resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -46,6 +47,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -84,6 +86,13 @@ def chunked(block: int, chunk: int) -> ChunkedLocalAttentionSpec:
     )  # fmt: skip
 
 
+def mamba(block: int, scratch: int = 0, **fields: Any) -> MambaSpec:
+    return MambaSpec(
+        block_size=block, shapes=((2, 8), (4, 4)), dtypes=(torch.float16, torch.float32),
+        mamba_cache_mode="align", num_speculative_blocks=scratch, **fields,
+    )  # fmt: skip
+
+
 def _rank_group(number: int, spec: Any) -> RankGroup:
     """The group as the sidecar has it after registration."""
     kind, _ = spec_kind(spec)
@@ -94,25 +103,16 @@ def _rank_group(number: int, spec: Any) -> RankGroup:
         layout=None,
         payload_bytes=0,
         num_blocks=0,
-        save_rule="all" if kind == "full" else "held",
+        save_rule={"full": "all", "mamba": "hand-offs"}.get(kind, "held"),
         window_tokens=getattr(spec, "sliding_window", None) or 0,
         chunk_tokens=getattr(spec, "attention_chunk_size", None) or 0,
+        scratch_blocks=getattr(spec, "num_speculative_blocks", 0),
         spec=repr(spec),
     )
 
 
 def full(block: int) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float16)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One request's tokens ``[start, end)`` of a step, and its tables then."""
-
-    start: int
-    end: int
-    table: tuple[list[int], ...]
-    samples: bool
 
 
 class SchedulerUnderTest:
@@ -126,7 +126,7 @@ class SchedulerUnderTest:
         self, folder: Path, blocks: Sequence[int] = (16,), *, num_blocks: int = 64,
         batch: int = 64, policy: str = "recompute", asynchronous: bool = False,
         v2_runner: bool = False, specs: Sequence[Any] = (), retention: int | None = 0,
-        ranks: int = 1, **extra: Any,
+        ranks: int = 1, match_unit: int | None = None, **extra: Any,
     ) -> None:  # fmt: skip
         specs = specs or [full(block) for block in blocks]
         blocks = [spec.block_size for spec in specs]
@@ -145,7 +145,15 @@ class SchedulerUnderTest:
             prefix_cache_retention_interval=retention,
         )
         vllm_config.cache_config.num_gpu_blocks = num_blocks
+        cache_config = vllm_config.cache_config
+        if any(isinstance(spec, MambaSpec) for spec in specs):
+            cache_config.mamba_cache_mode = "align"
+        cache_config.prefix_match_unit = match_unit
         self.unit, self.hash_tokens = resolve_kv_cache_block_sizes(kv_config, vllm_config)
+        kv_config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            kv_config, vllm_config, self.unit, self.hash_tokens
+        )
+        cache_config.block_size = self.unit  # as the engine core leaves it
         self.blocks = list(blocks)
         self.node = ScriptedNode(
             [_rank_group(number, spec) for number, spec in enumerate(specs)], self.hash_tokens
@@ -221,7 +229,10 @@ class SchedulerUnderTest:
     def process(self) -> None:
         """Run the oldest batch in flight, and take its output."""
         output, meta, parts = self._in_flight.popleft()
-        self._forward(parts)
+        contents = self.node.contents
+        contents.begin(output)
+        hashes = {name: self.requests[name].block_hashes for name in parts}
+        contents.forward(self.node.rules, self.hash_tokens, parts, hashes)
         end = self.node.execute(meta)
         self._check_pins()
         names = list(output.num_scheduled_tokens)
@@ -255,7 +266,7 @@ class SchedulerUnderTest:
     def forget_local(self) -> None:
         """Empty vLLM's own prefix cache (not through a reset, which would leave the namespace)."""
         assert self.pool.reset_prefix_cache()
-        self.node.content.clear()
+        self.node.contents.held.clear()
 
     def assert_idle(self, errors: int = 0) -> None:
         """Nothing is left anywhere: pins, jobs, leases, admissions."""
@@ -276,12 +287,14 @@ class SchedulerUnderTest:
         request = self.scheduler.requests.get(name)
         if request is None or not part.samples:
             return []
-        return [100 + (request.num_tokens * 7 + len(name)) % 300]
+        accepted = request.num_tokens % (part.drafts + 1)
+        return [100 + ((request.num_tokens + i) * 7 + len(name)) % 300 for i in range(accepted + 1)]
 
     def _parts(self, output: SchedulerOutput) -> dict[str, Part]:
         """What the runner computes for each request, with its tables at this very step."""
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
+        fresh = {*starts, *cached.resumed_req_ids}
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         return {
             name: Part(
@@ -289,34 +302,16 @@ class SchedulerUnderTest:
                 starts[name] + count,
                 self.scheduler.kv_cache_manager.get_block_ids(name),
                 samples=not self.requests[name].is_prefill_chunk,
+                drafts=len(output.scheduled_spec_decode_tokens.get(name, ())),
+                fresh=name in fresh,
             )
             for name, count in output.num_scheduled_tokens.items()
         }
 
-    def _forward(self, parts: dict[str, Part]) -> None:
-        """Check what was computed (or loaded) before, write the blocks that are full now."""
-        for name, part in parts.items():
-            hashes = self.requests[name].block_hashes
-            for group, block in enumerate(self.blocks):
-                rule = self.node.rules.groups[group]
-                mask = load_mask(rule, total_tokens=part.start)
-                for chunk, block_id in enumerate(part.table[group]):
-                    last = (chunk + 1) * block
-                    if last > part.end or last // self.hash_tokens > len(hashes):
-                        break
-                    if block_id == 0:  # it left the window
-                        assert last <= part.start
-                        assert not mask[chunk], (name, group, chunk)
-                        continue
-                    name_of = (group, hashes[last // self.hash_tokens - 1])
-                    if last <= part.start:
-                        assert self.node.content.get(block_id) == name_of, (name, group, chunk)
-                    else:
-                        self.node.content[block_id] = name_of
-
     def _check_pins(self) -> None:
         for running in self.node.running:
-            for block_id in filter(None, _block_ids(running.order.frames)):
+            states = [state.block for state in getattr(running.job, "hand_offs", ())]
+            for block_id in filter(None, [*_block_ids(running.order.frames), *states]):
                 block = self.pool.blocks[block_id]
                 assert not block.is_null
                 assert block.ref_cnt > 0, f"{running.job} reads free block {block_id}"
@@ -337,7 +332,7 @@ def _rank_output(names: list[str], sampled: list[list[int]], end: StepEnd) -> Mo
 
 
 def _block_ids(frames: tuple[bytes, ...]) -> list[int]:
-    return torch.frombuffer(bytearray(frames[0]), dtype=torch.int32).tolist()
+    return np.frombuffer(frames[0], "<i4").tolist()
 
 
 def saves_of(node: ScriptedNode) -> list[tuple[str, int, int]]:

@@ -20,15 +20,16 @@ from kvferry_connector.link import Link
 from kvferry_connector.meta import FerryMetadata
 from kvferry_connector.wire import codec, hot
 from kvferry_connector.wire.attach import RegisterEngine
+from kvferry_sidecar.masks.expand import Blocks, expand_load
 from kvferry_sidecar.masks.load import needed_chunks
 from kvferry_sidecar.masks.rules import Refused, Rules, check
 from kvferry_sidecar.masks.search import find_hit
 from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
 from kvferry_sidecar.sessions.model import RankGeometry, RankGroup
 from kvferry_sidecar.sessions.rules import rules_of, save_rule_of
+from support.contents import Contents
 
 Key = tuple[bytes, int, bytes]  # version, group, prefix hash at the chunk's end
-Content = tuple[int, bytes]
 
 
 @dataclass
@@ -81,7 +82,8 @@ class ScriptedNode:
         self.load_steps = 1
         self.save_steps = 1
         self.store: set[Key] = set()
-        self.content: dict[int, Content] = {}
+        self.objects: dict[Key, frozenset[bytes]] = {}  # what was copied, by ``store``'s keys
+        self.contents = Contents()
         self.known: dict[int, Known] = {}
         self.unanswered: list[hot.Ask] = []
         self.inbox: list[hot.FromSidecar] = []
@@ -190,19 +192,15 @@ class ScriptedNode:
         present = [
             np.array(
                 [
-                    (known.probe.version, group.group, self._name(known.hashes, group, chunk))
-                    in self.store
-                    for chunk in range(len(known.hashes) * self._hash_tokens // group.block_tokens)
+                    (known.probe.version, group.group, known.hashes[number]) in self.store
+                    for number in range(unit - 1, len(known.hashes), unit)
                 ],
                 dtype=np.bool_,
             )
             for group in self._groups
+            for unit in [self.rules.unit(group.group) // self._hash_tokens]
         ]
         return find_hit(self.rules, present, max_tokens=max_tokens).tokens
-
-    def _name(self, hashes: list[bytes], group: RankGroup, chunk: int, first: int = 0) -> bytes:
-        """The prefix hash at a chunk's end; ``hashes`` begin with number ``first``."""
-        return hashes[(chunk + 1) * group.block_tokens // self._hash_tokens - 1 - first]
 
     # --- the workers -------------------------------------------------------------------------
 
@@ -246,66 +244,104 @@ class ScriptedNode:
         job = running.job
         if running.cancelled:
             return "cancelled", 0
-        bad: set[Key] = set()
         ids = iter(np.frombuffer(running.frames[0], "<i4").tolist())
+        tables = {
+            table.group: dict(enumerate(itertools.islice(ids, table.count), start=table.start))
+            for table in job.tables
+        }
         if isinstance(job, hot.SaveJob):
             raw, size = running.frames[1], job.hash_bytes
             hashes = [raw[at : at + size] for at in range(0, len(raw), size)]
-            assert len(hashes) == (job.end_tokens - job.start_tokens) // self._hash_tokens
-            first = job.first_hash
-        else:
-            hashes, first = self.known[job.admission].hashes, 0
-        for table in job.tables:
-            group = self._groups[table.group]
-            slots = dict(enumerate(itertools.islice(ids, table.count), start=table.start))
-            named = {chunk: self._name(hashes, group, chunk, first) for chunk in slots}
-            if isinstance(job, hot.SaveJob):
-                self._save_group(job, group, slots, named)
-            else:
-                bad.update(self._load_group(job, group, slots, named))
+            self._save(job, tables, dict(enumerate(hashes, start=job.first_hash)))
+            return "done", 0
+        bad = self._load(job, tables, self.known[job.admission].hashes)
         if bad:
             self.store -= bad
             return "failed", self._hit(self.known[job.admission], job.total_tokens - 1)
-        return "failed" if isinstance(job, hot.LoadJob) and self.load_fails else "done", 0
+        return "failed" if self.load_fails else "done", 0
 
-    def _save_group(
-        self, job: hot.SaveJob, group: RankGroup, slots: dict[int, int], named: dict[int, bytes]
+    def _save(
+        self, job: hot.SaveJob, tables: dict[int, dict[int, int]], hashes: dict[int, bytes]
     ) -> None:
         assert self.rules is not None
-        for chunk, block in slots.items():  # what is named is right, whether it is kept or not
-            if block:
-                content = self.content.get(block)
-                assert content == (group.group, named[chunk]), (job, group.group, chunk, block)
-            assert block or group.save_rule != "all", "full attention has every block"
-        kept = kept_chunks(
-            self.rules,
-            group.group,
-            start_tokens=job.start_tokens,
-            tokens=job.end_tokens,
-            boundaries=kept_boundaries(self.rules, job.prefill_tokens, job.junction_tokens),
-        )
-        for chunk in kept.tolist():
-            key = (job.version, group.group, named[chunk])
-            if slots[chunk]:
-                self.store.add(key)
-                self.saved[key] += 1
-            else:
-                self.lost[key] += 1
+        boundaries = kept_boundaries(self.rules, job.prefill_tokens, job.junction_tokens)
+        for group in self._groups:
+            slots = tables.get(group.group, {})
+            for state in job.hand_offs:
+                if state.group == group.group:
+                    self._put(job, group, state.block, hashes[self._number(state.end_tokens)])
+            if group.save_rule == "hand-offs":
+                assert not slots, "states are in no table"
+                continue
+            kept = kept_chunks(
+                self.rules, group.group, start_tokens=job.start_tokens, tokens=job.end_tokens,
+                boundaries=boundaries,
+            ).tolist()  # fmt: skip
+            ends = {chunk: (chunk + 1) * group.block_tokens for chunk in kept}
+            for chunk, end in ends.items():
+                name = hashes[self._number(end)]
+                assert slots[chunk] or group.save_rule != "all", "full attention has every block"
+                if slots[chunk]:
+                    self._put(job, group, slots[chunk], name)
+                else:
+                    self.lost[job.version, group.group, name] += 1
 
-    def _load_group(
-        self, job: hot.LoadJob, group: RankGroup, slots: dict[int, int], named: dict[int, bytes]
+    def _put(self, job: hot.SaveJob, group: RankGroup, block: int, name: bytes) -> None:
+        held = self.contents.held.get(block)
+        assert held is not None, (job, group.group, block)
+        assert held[0] == group.group, (job, group.group, block, held)
+        assert name in held[1], (job, group.group, block, held)
+        key = (job.version, group.group, name)
+        if key not in self.store:
+            self.store.add(key)
+            self.objects[key] = held[1]
+        self.saved[key] += 1
+
+    def _number(self, tokens: int) -> int:
+        """The number of the hash that ends there."""
+        assert tokens % self._hash_tokens == 0
+        return tokens // self._hash_tokens - 1
+
+    def _load(
+        self, job: hot.LoadJob, tables: dict[int, dict[int, int]], hashes: list[bytes]
     ) -> set[Key]:
         """Load what is whole; returns the damaged objects it met."""
         assert self.rules is not None
-        needed = needed_chunks(
-            self.rules.groups[group.group],
-            local_tokens=job.local_tokens,
-            total_tokens=job.total_tokens,
-        ).tolist()
-        assert needed == [chunk for chunk, block in slots.items() if block], (job, slots)
-        bad = self.damaged & {(job.version, group.group, named[chunk]) for chunk in needed}
-        for chunk in needed:
-            torn = (group.group, b"torn")
-            name = (group.group, named[chunk])
-            self.content[slots[chunk]] = torn if self.load_fails or bad else name
+        bad: set[Key] = set()
+        for group in self._groups:
+            rule, slots = self.rules.groups[group.group], tables[group.group]
+            ids = [slots[at] for at in sorted(slots)]
+            if group.save_rule == "hand-offs":
+                assert min(slots) == 0, "the table of a state comes whole"
+                found = expand_load(
+                    rule, ids, total_tokens=job.total_tokens, local_tokens=job.local_tokens,
+                    scratch_slots=group.scratch_blocks,
+                )  # fmt: skip
+                assert isinstance(found, Blocks), found
+                blocks = dict(zip(found.chunks.tolist(), found.ids.tolist(), strict=True))
+            else:
+                needed = needed_chunks(
+                    rule, local_tokens=job.local_tokens, total_tokens=job.total_tokens
+                ).tolist()
+                assert needed == [chunk for chunk, block in slots.items() if block], (job, slots)
+                blocks = {chunk: slots[chunk] for chunk in needed}
+            bad |= self._load_group(job, group, blocks, hashes)
+        return bad
+
+    def _load_group(
+        self, job: hot.LoadJob, group: RankGroup, blocks: dict[int, int], hashes: list[bytes]
+    ) -> set[Key]:
+        keys = {}
+        for chunk in blocks:
+            end = min((chunk + 1) * group.block_tokens, job.total_tokens)
+            last = len(hashes) * self._hash_tokens
+            ends = range(end, min((chunk + 1) * group.block_tokens, last) + 1, self._hash_tokens)
+            tried = [(job.version, group.group, hashes[self._number(one)]) for one in ends]
+            keys[chunk] = next(key for key in tried if key in self.objects)
+            assert group.save_rule != "hand-offs" or keys[chunk] == tried[0], "exactly there"
+        bad = self.damaged & set(keys.values())
+        for chunk, block in blocks.items():
+            torn = self.load_fails or bad
+            names = frozenset([b"torn"]) if torn else self.objects[keys[chunk]]
+            self.contents.held[block] = (group.group, names)
         return bad
