@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import resource
 import secrets
 import signal
 import sys
@@ -23,13 +22,15 @@ from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar import locks
 from kvferry_sidecar.config import Config, Loaded
+from kvferry_sidecar.descriptors import raise_descriptor_limit
 from kvferry_sidecar.desk import Desk, Parts
 from kvferry_sidecar.doctor import report
+from kvferry_sidecar.engines.base import CopyEngine
 from kvferry_sidecar.engines.host import HostCopyEngine
-from kvferry_sidecar.errors import ConfigError, ExitCode, HttpError
+from kvferry_sidecar.errors import ExitCode, HttpError
+from kvferry_sidecar.faults.kit import FaultKit
 from kvferry_sidecar.geometry.validate import validate_rank
 from kvferry_sidecar.keys.namespace import namespace_digest
-from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.loop import READ, Loop, Signals, wait_s_max
 from kvferry_sidecar.observe import log as logs
 from kvferry_sidecar.observe.http.guard import read_token
@@ -43,12 +44,10 @@ from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.sessions.registry import Registry
 from kvferry_sidecar.stages.stores import Tier
-from kvferry_sidecar.tiers.host import HostTier
 from kvferry_sidecar.tiers.segment import PoolSegment, open_pool
 from kvferry_sidecar.tiers.slow import SlowTiers
 from kvferry_sidecar.transport import Transport
 
-descriptors_min = 64  # sockets, the pool, threads' pipes, and some for attachments
 socket_check_s = 1.0  # how often the attach socket's file is looked at
 switch_interval_s = 0.0005  # how long a store's thread may keep the loop from running
 drain_grace_s = 1.0  # for the last outcomes to be taken after the pipeline ended its jobs
@@ -103,15 +102,10 @@ class App:
         self._open_http(stack)
         self._segment = self._open_pool(stack)
         stack.callback(self._loop.end_watch)  # after the copies stopped, before the pool goes
-        self._pool = HostTier(self._segment.pool)
+        self._faults = FaultKit(config.faults, self._loop, log)
+        self._pool = self._faults.pool(self._segment.pool)
         self._slow = self._open_slow_tiers(stack)
-        self._copies = HostCopyEngine(
-            threads=config.copy.threads,
-            pool_address=self._pool.address,
-            pool_bytes=self._segment.segment_bytes,
-            pool_owner=self._segment.pool,
-        )
-        stack.callback(self._copies.close)
+        self._copies = self._open_copies(stack)
         self._pipeline = Pipeline(
             pool=self._pool,
             copies=self._copies,
@@ -124,7 +118,9 @@ class App:
             ],
             modes=config.loads,
         )
-        self._loop.watch(self._copies.wake_fd(), READ, self._on_copies)
+        self._loop.watch(
+            self._copies.wake_fd(), READ, lambda _, now_s: self._pipeline.on_copies(now_s)
+        )
         self._loop.watch(self._slow.wake_fd, READ, self._on_stores)
         self._build_sessions(stack)
         self._build_sockets(stack)
@@ -133,6 +129,7 @@ class App:
         self._asked = False  # to end, by a signal
         self._socket_check_s = 0.0
         self._add_tickers()
+        self._faults.start(self._pipeline.on_copies)
         log.info(
             "serving",
             epoch=f"{self.epoch:016x}",
@@ -207,6 +204,7 @@ class App:
             findings=self._findings,
             drain=self._drain,
             reload=self._reloader.reload,
+            faults=self._faults,
             log=self._log,
         )
 
@@ -229,6 +227,16 @@ class App:
         )
         stack.callback(segment.close)
         return segment
+
+    def _open_copies(self, stack: contextlib.ExitStack) -> CopyEngine:
+        engine = HostCopyEngine(
+            threads=self._config.copy.threads,
+            pool_address=self._pool.address,
+            pool_bytes=self._segment.segment_bytes,
+            pool_owner=self._segment.pool,
+        )
+        stack.callback(engine.close)
+        return self._faults.copies(engine)
 
     def _open_slow_tiers(self, stack: contextlib.ExitStack) -> SlowTiers:
         slow = SlowTiers(self._config, self._log)
@@ -274,6 +282,7 @@ class App:
             find=self._registry.find,
             on_message=self._pipeline.on_message,
             log=self._log,
+            faults=self._faults.frames,
         )
         stack.callback(self._transport.close)
         self._loop.watch_pending(
@@ -311,9 +320,6 @@ class App:
 
     def _push(self, peer: Peer, message: ToPeer) -> None:
         self._attach.push(peer, message)
-
-    def _on_copies(self, _events: int, now_s: float) -> None:
-        self._pipeline.on_copies(now_s)
 
     def _on_stores(self, _events: int, now_s: float) -> None:
         self._slow.clear_wake()
@@ -377,21 +383,3 @@ class App:
             self._log.warning("drain_ms_max is over; what is in flight is given up")
             self._loop.stop(self._exit_code)
         return min(self._drain_until_s - now_s, 0.05)
-
-
-def raise_descriptor_limit(limits: Limits) -> None:
-    """Allow as many descriptors as the limits may need: a stream and a pidfd per half.
-
-    Raises ConfigError where the hard limit is too low to serve anyone.
-    """
-    wanted = limits.sessions_max * (limits.ranks_max + 1) * 2 + limits.connections_max + 256
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < descriptors_min:
-        raise ConfigError(
-            f"the hard limit of open files (RLIMIT_NOFILE) is {hard}, at least {descriptors_min} "
-            "are needed",
-            f"raise it to {wanted} (ulimit -Hn, LimitNOFILE=): enough for all limits",
-        )
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))

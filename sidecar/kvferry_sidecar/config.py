@@ -92,6 +92,14 @@ class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_file: str
 
 
+class FaultsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Fault injection, for tests: docs/faults.md. Rules are separated by ``;``."""
+
+    enabled: bool
+    rules: str
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything `kvferry serve` can be told.
 
@@ -105,6 +113,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loads: LoadModes
     log: LogConfig
     http: HttpConfig
+    faults: FaultsConfig
     limits: Limits
 
 
@@ -270,6 +279,9 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "http.listen": HTTP_LISTEN,
         "http.probes_listen": "",
         "http.token_file": "",
+        "faults.enabled": False,
+        "faults.rules": "",
+        "faults.seed": 1,
     }
     defaults |= slow_tiers.DEFAULTS
     for name, value in msgspec.structs.asdict(Limits()).items():
@@ -299,6 +311,12 @@ def _decode(values: dict[str, Setting]) -> Loaded:
 def _check(config: Config, values: Mapping[str, Setting]) -> None:
     slow_tiers.check_disk(config.tiers.disk, values)
     slow_tiers.check_remote(config.tiers.remote, values)
+    if config.faults.rules and not config.faults.enabled:
+        raise ConfigError(
+            f"faults.rules ({values['faults.rules'].origin}) asks for fault injection, which is "
+            "not enabled",
+            "remove it; only in a test, set faults.enabled = true as well",
+        )
     host = config.tiers.host
     run_dir = os.fspath(config.run_dir)
     origin = values["run_dir"].origin

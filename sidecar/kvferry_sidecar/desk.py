@@ -16,6 +16,7 @@ from structlog.typing import FilteringBoundLogger as Log
 from kvferry_sidecar.config import Loaded
 from kvferry_sidecar.doctor.finding import Finding
 from kvferry_sidecar.errors import RequestError
+from kvferry_sidecar.faults.kit import FaultKit
 from kvferry_sidecar.loop import Loop
 from kvferry_sidecar.observe import log as logs
 from kvferry_sidecar.observe import status
@@ -57,6 +58,13 @@ class LogLevel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Replace the rules of the fault kit, or only list them (null): docs/faults.md."""
+
+    rules: str | None = None
+    dry_run: bool = False
+
+
 class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An action without parameters."""
 
@@ -68,6 +76,7 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "clear-pool": Plain,
     "release-stale": ReleaseStale,
     "log-level": LogLevel,
+    "faults": Faults,
     "reload": Plain,
 }
 
@@ -86,6 +95,7 @@ class Desk:
         findings: Sequence[Finding],
         drain: Callable[[float], None],
         reload: Callable[[bool], dict[str, object]],
+        faults: FaultKit,
         log: Log,
     ) -> None:
         self._parts = parts
@@ -96,6 +106,7 @@ class Desk:
         self._findings = tuple(findings)
         self._drain = drain
         self._reload = reload
+        self._faults = faults
         self._log = log
         self._started_s = time.time()
         self._began_s = time.monotonic()
@@ -162,6 +173,9 @@ class Desk:
         if isinstance(wanted, ReleaseStale):
             dropped = parts.pipeline.drop_stale_leases(wanted.idle_s, now_s, count_only=dry_run)
             return {"leases": dropped}
+        if isinstance(wanted, Faults):
+            rules = self._faults.act(wanted.rules, dry_run=dry_run)
+            return {"rules": msgspec.to_builtins(rules)}
         if isinstance(wanted, LogLevel):
             if not dry_run:
                 logs.set_level(wanted.level)

@@ -21,6 +21,7 @@ may_be_empty = (
     "tiers.disk.paths",
     "tiers.remote.url",
     "tiers.remote.password_file",
+    "faults.rules",
 )
 _UNITS = {
     "": 1, "B": 1,

@@ -9,9 +9,10 @@ is kept until acknowledged elsewhere (outcomes), so a send that does not fit is 
 from __future__ import annotations
 
 import errno
+import functools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zmq
@@ -30,6 +31,7 @@ from kvferry_connector.wire.hot import (
 from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.errors import RunDirError
+from kvferry_sidecar.faults.frames import FrameFaults
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.outcomes.histogram import SECONDS, Histograms
 from kvferry_sidecar.sessions.model import Peer
@@ -44,7 +46,7 @@ class Transport:
 
     ``find``: routing id -> the half it belongs to, None for a foreign one. ``on_message`` gets
     (peer, message, raw frames, now_s). ``counters``: refused and dropped frames by reason.
-    ``seconds``: handling one message, by kind.
+    ``seconds``: handling one message, by kind. ``faults``: what stands in a frame's way in tests.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Transport:
         on_message: Callable[[Peer, FromHalf, list[bytes], float], None],
         log: Log,
         socket_mode: int = 0o600,
+        faults: FrameFaults | None = None,
     ) -> None:
+        self._faults = faults
         self._epoch = epoch
         self._find = find
         self._on_message = on_message
@@ -110,15 +114,26 @@ class Transport:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._received(frames[0], frames[1:], now_s)
+            routing_id, rest = frames[0], frames[1:]
+            if self._faults is None:
+                self._received(routing_id, rest, now_s)
+            else:
+                self._faults.up(rest, functools.partial(self._received, routing_id))
 
     def send(self, peer: Peer, message: FromSidecar) -> None:
         """Send without blocking; a half that is gone or full misses it, which is counted."""
         frames = codec.pack(
             message, (), protocol=peer.protocol, epoch=self._epoch, generation=peer.generation
         )
+        if self._faults is None:
+            self._put(peer.routing_id, frames)
+        else:
+            on = functools.partial(self._put, peer.routing_id)
+            self._faults.down(type(message).__name__, list(map(bytes, frames)), on)
+
+    def _put(self, routing_id: bytes, frames: Sequence[codec.Frame], _now_s: float = 0.0) -> None:
         try:
-            self._socket.send_multipart([peer.routing_id, *frames], zmq.NOBLOCK)
+            self._socket.send_multipart([routing_id, *frames], zmq.NOBLOCK)
         except zmq.Again:
             self.counters["send_full"] += 1
         except zmq.ZMQError as error:

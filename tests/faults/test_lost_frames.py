@@ -10,21 +10,18 @@ import pytest
 from kvferry_connector.wire.codec import encode_job
 from kvferry_connector.wire.hot import (
     Answer,
-    Ask,
     Cancel,
     Hint,
     JobState,
     JobStatus,
     NeedFull,
     Outcome,
-    OutcomeAck,
-    Probe,
     Release,
     Submit,
 )
 from support.books import read_status, wait_settled
 from support.client_half import ClientEngine, client_engine
-from support.frame_proxy import FrameProxy, proxied
+from support.kit import ENABLED, Kit
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
 
@@ -34,22 +31,24 @@ IDLE_MS = 1_500
 @pytest.fixture(scope="module")
 def sidecar() -> Iterator[SidecarUnderTest]:
     flags = ("--set", f"limits.lease_idle_ms_max={IDLE_MS}", "--set", "limits.outcome_resend_ms=50")
-    with running_sidecar(pool_bytes=16 << 20, flags=flags) as found:
+    with running_sidecar(pool_bytes=16 << 20, flags=(*flags, *ENABLED)) as found:
         yield found
 
 
 @pytest.fixture
-def proxy(sidecar: SidecarUnderTest) -> Iterator[FrameProxy]:
-    with proxied(sidecar.run_dir) as found:
-        yield found
+def kit(sidecar: SidecarUnderTest) -> Iterator[Kit]:
+    kit = Kit(sidecar.run_dir)
+    yield kit
+    kit.rules()
 
 
 @pytest.fixture
 def engine(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, request: pytest.FixtureRequest
+    sidecar: SidecarUnderTest, kit: Kit, request: pytest.FixtureRequest
 ) -> Iterator[ClientEngine]:
-    with client_engine(proxy.run_dir, engine_id=request.node.name) as found:
+    with client_engine(sidecar.run_dir, engine_id=request.node.name) as found:
         yield found
+        kit.rules()
         wait_settled(sidecar.run_dir)
 
 
@@ -63,38 +62,38 @@ def accepted(sidecar: SidecarUnderTest) -> int:
 
 
 def test_a_lost_outcome_is_sent_again_until_acknowledged(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, engine: ClientEngine
+    sidecar: SidecarUnderTest, kit: Kit, engine: ClientEngine
 ) -> None:
     before = pipeline(sidecar)["outcomes_resent"]
-    proxy.drop(Outcome, times=3)
+    kit.rules("drop Outcome times=3")
     engine.put("lost outcome")
-    assert proxy.dropped["Outcome"] == 3
+    assert kit.view().fired == 3
     status = wait_settled(sidecar.run_dir)
     assert status["pipeline"]["outcomes_resent"] >= before + 3
     assert engine.get("lost outcome") == 48
 
 
 def test_a_lost_acknowledgement_brings_the_outcome_again(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, engine: ClientEngine
+    sidecar: SidecarUnderTest, kit: Kit, engine: ClientEngine
 ) -> None:
-    proxy.drop(OutcomeAck, times=2)
+    kit.rules("drop OutcomeAck times=2")
     job = engine.submit(engine.save_job("lost ack", (1, 2, 3)))
     first = engine.ended(job)
     again = [engine.ended(job) for _ in range(2)]
     assert again == [first, first], "the same outcome, not another one"
-    assert proxy.dropped["OutcomeAck"] == 2
+    assert kit.view().fired == 2
     wait_settled(sidecar.run_dir)
 
 
 def test_a_doubled_submit_is_one_job(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, engine: ClientEngine
+    sidecar: SidecarUnderTest, kit: Kit, engine: ClientEngine
 ) -> None:
     before = accepted(sidecar)
-    proxy.double(Submit)
+    kit.rules("repeat Submit times=1")
     engine.fill("doubled", (1, 2, 3))
     save = engine.save_job("doubled", (1, 2, 3))
     assert engine.ended(engine.submit(save)).status == "done"
-    assert proxy.passed["Submit"] == 2
+    assert kit.view().fired == 1
     wait_settled(sidecar.run_dir)
     assert accepted(sidecar) == before + 1
     engine.submit(save)  # long after its end, when nothing of it is kept but its tombstone
@@ -106,15 +105,15 @@ def test_a_doubled_submit_is_one_job(
 
 
 def test_a_submit_after_its_cancel_is_refused(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, engine: ClientEngine
+    sidecar: SidecarUnderTest, kit: Kit, engine: ClientEngine
 ) -> None:
     before = accepted(sidecar)
-    late = proxy.hold(Submit)
+    kit.rules("hold Submit times=1")
     job = engine.submit(engine.save_job("cancelled", (1, 2, 3)))
-    wait_until(lambda: late.held, "the submit is under way")
+    wait_until(lambda: kit.view().held, "the submit is under way")
     engine.scheduler.send(Cancel(job))
     wait_until(lambda: pipeline(sidecar)["tombstones"], "the cancel arrived")
-    proxy.release(late)
+    kit.rules()
     outcome = engine.ended(job)
     assert (outcome.status, outcome.reason) == ("failed", "tombstone")
     assert accepted(sidecar) == before
@@ -122,43 +121,43 @@ def test_a_submit_after_its_cancel_is_refused(
 
 
 def test_a_submit_after_unknown_is_refused(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, engine: ClientEngine
+    sidecar: SidecarUnderTest, kit: Kit, engine: ClientEngine
 ) -> None:
     before = accepted(sidecar)
-    late = proxy.hold(Submit)
+    kit.rules("hold Submit times=1")
     job = engine.submit(engine.save_job("unknown", (1, 2, 3)))
     engine.worker.send(JobStatus(job))
     state = engine.worker.receive(JobState, lambda found: found.job == job)
     assert state.state == "unknown"
-    proxy.release(late)
+    kit.rules()
     assert engine.ended(job).reason == "tombstone"
     assert accepted(sidecar) == before
     assert engine.get("unknown") == 0
 
 
 def test_a_submit_that_is_only_late_runs_once_it_comes(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, engine: ClientEngine
+    sidecar: SidecarUnderTest, kit: Kit, engine: ClientEngine
 ) -> None:
-    late = proxy.hold(Submit)
+    kit.rules("hold Submit times=1")
     engine.fill("late", (1, 2, 3))
     job = engine.submit(engine.save_job("late", (1, 2, 3)))
     engine.put("overtakes", (7, 8, 9))
-    proxy.release(late)
+    kit.rules()
     assert engine.ended(job).status == "done"
     assert engine.get("late") == engine.get("overtakes") == 48
 
 
 def test_a_lost_first_probe_is_a_gap_and_then_the_right_hit(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, engine: ClientEngine
+    sidecar: SidecarUnderTest, kit: Kit, engine: ClientEngine
 ) -> None:
     engine.put("gap", (1, 2, 3, 4))
     before = pipeline(sidecar)["need_full"]
-    proxy.drop(Probe)
+    kit.rules("drop Probe times=1")
     admission = engine.next_admission()
     engine.probe(admission, "gap", 2)
     engine.probe(admission, "gap", 4, start=2)  # continues what never arrived
     assert engine.scheduler.receive(NeedFull).admission == admission
-    assert proxy.dropped["Probe"] == 1
+    assert kit.view().fired == 1
     assert pipeline(sidecar)["need_full"] == before + 1
     assert not [m for m in engine.scheduler_half.heard if isinstance(m, Hint | Answer)]
     engine.probe(admission, "gap", 4)
@@ -170,9 +169,9 @@ def test_a_lost_first_probe_is_a_gap_and_then_the_right_hit(
     assert engine.holds("gap", (5, 6, 7, 8))
 
 
-def test_an_ask_whose_probe_was_lost_is_told_so(proxy: FrameProxy, engine: ClientEngine) -> None:
+def test_an_ask_whose_probe_was_lost_is_told_so(kit: Kit, engine: ClientEngine) -> None:
     engine.put("no probe")
-    proxy.drop(Probe)
+    kit.rules("drop Probe times=1")
     admission = engine.next_admission()
     engine.probe(admission, "no probe", 3)
     engine.ask(admission, 48)
@@ -183,10 +182,10 @@ def test_an_ask_whose_probe_was_lost_is_told_so(proxy: FrameProxy, engine: Clien
 
 
 def test_a_doubled_ask_is_one_lease(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, engine: ClientEngine
+    sidecar: SidecarUnderTest, kit: Kit, engine: ClientEngine
 ) -> None:
     engine.put("asked twice")
-    proxy.double(Ask)
+    kit.rules("repeat Ask times=1")
     admission, answer = engine.lease("asked twice", 3)
     assert engine.answer(answer.seq) == answer
     assert pipeline(sidecar)["leases"] == 1
@@ -195,7 +194,7 @@ def test_a_doubled_ask_is_one_lease(
 
 
 def test_a_lost_release_heals_with_the_next_heartbeat(
-    sidecar: SidecarUnderTest, proxy: FrameProxy, engine: ClientEngine
+    sidecar: SidecarUnderTest, kit: Kit, engine: ClientEngine
 ) -> None:
     engine.put("lost release")
     admission, answer = engine.lease("lost release", 3)
@@ -208,22 +207,22 @@ def test_a_lost_release_heals_with_the_next_heartbeat(
         return time.monotonic() >= until_s
 
     wait_until(outlived, "its idle time is over", every_s=0.05)
-    proxy.drop(Release)
+    kit.rules("drop Release times=1")
     engine.scheduler.send(Release([admission]))
     engine.scheduler_half.client.set_live(answer.seq, [])
     wait_until(lambda: pipeline(sidecar)["leases"] == 0, "the lease falls")
-    assert proxy.dropped["Release"] == 1
+    assert kit.view().fired == 1
     assert pipeline(sidecar)["beat_falls"] == falls + 1
 
 
 def test_a_lost_release_heals_by_idle_time_without_heartbeats(
-    sidecar: SidecarUnderTest, proxy: FrameProxy
+    sidecar: SidecarUnderTest, kit: Kit
 ) -> None:
-    with client_engine(proxy.run_dir, engine_id="idle", heartbeat_ms=60_000) as engine:
+    with client_engine(sidecar.run_dir, engine_id="idle", heartbeat_ms=60_000) as engine:
         engine.put("idle release")
         falls = pipeline(sidecar)["idle_falls"]
         admission, _ = engine.lease("idle release", 3)
-        proxy.drop(Release)
+        kit.rules("drop Release times=1")
         engine.scheduler.send(Release([admission]))
         wait_until(lambda: pipeline(sidecar)["leases"] == 0, "the lease falls")
         assert pipeline(sidecar)["idle_falls"] == falls + 1
@@ -232,11 +231,11 @@ def test_a_lost_release_heals_by_idle_time_without_heartbeats(
         wait_settled(sidecar.run_dir)
 
 
-def test_a_lost_submit_ends_by_asking(proxy: FrameProxy, engine: ClientEngine) -> None:
-    proxy.drop(Submit)
+def test_a_lost_submit_ends_by_asking(kit: Kit, engine: ClientEngine) -> None:
+    kit.rules("drop Submit times=1")
     save = engine.save_job("lost submit", (1, 2, 3))
     job = engine.submit(save)
-    wait_until(lambda: proxy.dropped["Submit"] == 1, "it is lost")
+    kit.wait_fired("drop Submit")
     engine.worker.send(JobStatus(job))
     assert engine.worker.receive(JobState, lambda found: found.job == job).state == "unknown"
     engine.worker.send(Submit(encode_job(save.job)), *save.raw)

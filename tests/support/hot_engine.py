@@ -60,6 +60,11 @@ class HotEngine:
         self._admissions += 1
         return self._admissions
 
+    @property
+    def asked(self) -> int:
+        """The number of the last ask."""
+        return self._asks
+
     # --- jobs --------------------------------------------------------------------------------
 
     def save_job(self, prompt: str, blocks: Sequence[int], *, step: int = 0, **changes: Any) -> Job:

@@ -11,6 +11,7 @@ import msgspec
 from kvferry_sidecar.cli import options
 from kvferry_sidecar.cli.api import Api
 from kvferry_sidecar.errors import ExitCode
+from kvferry_sidecar.faults.rules import RuleView
 from kvferry_sidecar.observe.verdicts import RecordView
 from kvferry_sidecar.settings import size_text
 
@@ -57,6 +58,31 @@ def act(
     did = api.act(action, dry_run=dry_run, **plain)
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(did), indent=2).decode() + "\n")
     return ExitCode.FAILED if "error" in did else ExitCode.OK
+
+
+@click.command(hidden=True)
+@options.config_file
+@options.setting_flags("run_dir")
+@click.option("--clear", is_flag=True, help="Remove all rules; what they hold goes on.")
+@click.argument("rules", nargs=-1, metavar="[RULE]...")
+def faults(
+    file: Path | None,
+    assignments: tuple[str, ...],
+    clear: bool,
+    rules: tuple[str, ...],
+    **values: object,
+) -> int:
+    """Put RULEs in force instead of those before, and list what is in force (docs/faults.md).
+
+    A rule is "ACTION TARGET [times=N] [skip=N] [chance=P] [ms=N]"; only a sidecar that was started
+    with faults.enabled takes them.
+    """
+    api = Api(options.load(file, values, assignments).config.run_dir)
+    given = {"rules": "; ".join(rules)} if rules or clear else {}
+    for one in msgspec.convert(api.act("faults", **given)["rules"], list[RuleView]):
+        held = f", {one.held} held" if one.held else ""
+        print(f"{one.rule}: met {one.met}, fired {one.fired}{held}")
+    return ExitCode.OK
 
 
 def _story(one: RecordView) -> str:

@@ -6,11 +6,11 @@ import os
 import resource
 
 from kvferry_sidecar.config import Config
+from kvferry_sidecar.descriptors import descriptors_min
 from kvferry_sidecar.doctor.finding import Finding, Machine, fail, note, ok, warn
 from kvferry_sidecar.settings import size_text
 
 OWN_BYTES = 120 << 20  # what the sidecar takes beside its pool
-descriptors_min = 64
 _CLOCKS = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter")
 _unlimited_bytes = 1 << 60  # what cgroup v1 says for no limit
 

@@ -16,7 +16,7 @@ from kvferry_connector.wire import codec
 from kvferry_connector.wire.attach import Group, Memory, Placement, Ready, Registered, Welcome
 from kvferry_connector.wire.hot import Outcome, OutcomeAck, SaveJob, Submit, TableSlice
 from kvferry_connector.wire.names import DONE_STEP_OFFSET, FENCE_PAGE_BYTES
-from kvferry_sidecar import app
+from kvferry_sidecar import descriptors
 from kvferry_sidecar.cli.query import ask_status
 from kvferry_sidecar.errors import ConfigError, ExitCode, ProtocolError
 from kvferry_sidecar.limits import Limits
@@ -274,10 +274,10 @@ def test_a_sidecar_whose_socket_was_removed_ends_to_be_started_again() -> None:
 
 
 def test_too_few_descriptors_are_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = app.descriptors_min - 1
+    few = descriptors.descriptors_min - 1
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (few, few))
     with pytest.raises(ConfigError, match="RLIMIT_NOFILE") as caught:
-        app.raise_descriptor_limit(Limits())
+        descriptors.raise_descriptor_limit(Limits())
     assert "ulimit" in caught.value.remedy
 
 
