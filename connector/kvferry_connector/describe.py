@@ -61,7 +61,7 @@ def describe_engine(
     ``ranks`` are not known yet.
     """
     scheduler_tokens, hash_tokens = block_sizes(vllm_config, kv_cache_config)
-    drafter = vllm_config.speculative_config
+    drafter, events = vllm_config.speculative_config, vllm_config.kv_events_config
     return RegisterEngine(
         life=life,
         version=NO_VERSION,
@@ -73,6 +73,7 @@ def describe_engine(
         retention_tokens=kv_cache_config.prefix_cache_retention_interval,
         use_eagle=drafter is not None and bool(drafter.use_eagle_block_drop()),
         reprefill_tokens=max(0, vllm_config.num_prefill_lookahead_tokens - 1),
+        kv_events=events is not None and bool(events.enable_kv_cache_events),
     )
 
 

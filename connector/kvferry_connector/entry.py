@@ -7,7 +7,7 @@ the hook's safe answer (a miss; after a promise: a failed load on every rank).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,6 +32,7 @@ from kvferry_connector.worker_half import WorkerHalf
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -295,6 +296,11 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 self._scheduler.loaded(connector_output)
         except Exception as error:  # noqa: BLE001 - as in _guarded
             self._caught("update_connector_output", error)
+
+    @_guarded(lambda _self: ())
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return KV events of the store, for an engine that publishes them."""
+        return self._scheduler.take_events()
 
     # --- both --------------------------------------------------------------------------------
 

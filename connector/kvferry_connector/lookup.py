@@ -37,6 +37,7 @@ class Lookup:
         self._waited = False
         self.stirred = False  # whether end_step has something to do
         self.client: Client | None = None
+        self.hear_event: Callable[[hot.Stored | hot.Removed], None] = lambda _: None
 
     def link(self) -> Link | None:
         """Return the link when the sidecar may be asked: ready and not silent."""
@@ -163,12 +164,21 @@ class Lookup:
                 break
         return True
 
+    def poll(self) -> None:
+        """Take what the sidecar said meanwhile, without an ask."""
+        link = self.link()
+        if link is not None:
+            self._receive(link, 0)
+
     def _receive(self, link: Link, wait_us: int) -> bool:
         """Take what the sidecar said; whether it said anything."""
         assert self.client is not None
         messages = self.client.receive(link, wait_us)
         now_s = time.monotonic()
         for message, _ in messages:
+            if isinstance(message, hot.Stored | hot.Removed):
+                self.hear_event(message)
+                continue
             number = getattr(message, "admission", 0)  # outcomes and job states have none
             tracked = self._open.get(number)
             if tracked is not None and tracked.admission.epoch == link.epoch:

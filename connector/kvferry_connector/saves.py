@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from kvferry_connector.events import KvEvents
     from kvferry_connector.link import Link
     from kvferry_connector.wire.attach import RegisterEngine
 
@@ -53,6 +54,7 @@ class Saver:
         # Heap of (due_at, serial, request); void unless the request's ``due`` is the serial.
         self._due: list[tuple[int, int, Tracked]] = []
         self.orders: list[JobOrder] = []  # of the step being built
+        self.events: KvEvents | None = None  # of an engine that publishes them
 
     def admit(self, tracked: Tracked) -> None:
         """The request holds KV from now on. What the store has of it is not saved again."""
@@ -196,6 +198,8 @@ class Saver:
         request, (start, end, first) = tracked.request, span
         hashes = request.block_hashes[first : end // self._hash_tokens]
         job = self._jobs.open_save(blocks)
+        if self.events is not None:
+            self.events.saving(job, request)
         # In the list at once, so that abandon() finds its pins whatever happens below.
         self.orders.append(JobOrder(job, request.request_id, link.epoch, b"", ()))
         message = hot.SaveJob(

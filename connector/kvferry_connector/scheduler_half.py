@@ -18,6 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvferry_connector import vllm_compat
 from kvferry_connector.client import Client
 from kvferry_connector.describe import describe_engine, spec_kind
+from kvferry_connector.events import KvEvents
 from kvferry_connector.half import Half
 from kvferry_connector.jobs import NO_EPOCH, JobOrder, Jobs, cut_tables, pack_ids
 from kvferry_connector.log import logger
@@ -32,6 +33,7 @@ from kvferry_connector.wire.names import NONCE_BYTES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -82,6 +84,11 @@ class SchedulerHalf:
             block_tokens=self._block_tokens,
             count=self.stats.count,
         )
+        self._events: KvEvents | None = None
+        if self._engine.kv_events:
+            hash_tokens = self._engine.hash_block_tokens
+            self._events = KvEvents(specs, self._block_tokens, hash_tokens, self.stats.count)
+            self._saver.events, self._lookup.hear_event = self._events, self._events.hear
         self._requests: dict[str, Tracked] = {}
         self._loads: list[JobOrder] = []  # of the step being built
         self._admissions = self._step = self._rotation = 0
@@ -334,9 +341,18 @@ class SchedulerHalf:
                 if job is not None:
                     kind = "loads" if job.is_load else "saves"
                     self.stats.count(f"{kind}_{'done' if job.done else 'failed'}")
+                    if self._events is not None and not job.done:
+                        self._events.failed(number)
                     tracked = self._requests.get(job.load_of)
                     if tracked is not None and tracked.admission.job == number:
                         tracked.admission.shorter_tokens = job.shorter_tokens or 0
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return what this engine's saves stored since the last call, and what left the store."""
+        if self._events is None:
+            return ()
+        self._lookup.poll()
+        return self._events.take()
 
     def loaded(self, output: KVConnectorOutput) -> None:
         """Take the loads that have ended on every rank, and remember failures."""

@@ -184,7 +184,7 @@ class Desk:
             return self._reload(dry_run)
         if name == "clear-pool":
             stats = parts.pool.stats()
-            free = stats.ready - stats.leased if dry_run else parts.pool.clear()
+            free = stats.ready - stats.leased if dry_run else parts.pipeline.clear_pool()
             return {"objects": max(0, free)}
         snapshot = parts.pipeline.snapshot(now_s)
         if not dry_run:

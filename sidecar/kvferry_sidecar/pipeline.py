@@ -46,6 +46,7 @@ from kvferry_sidecar.outcomes.tombstones import Tombstones
 from kvferry_sidecar.sessions.admissions import Admissions
 from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session
+from kvferry_sidecar.stages.announce import Announcer
 from kvferry_sidecar.stages.behind import WriteBehind
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.jobs import Jobs
@@ -105,6 +106,7 @@ class Pipeline:
             leases=LeaseTable(pool.release, limits.lease_idle_ms_max),
             journal=Journal(pool, limits),
             behind=WriteBehind(pool, self._stores, limits),
+            announcer=Announcer(send, limits.announced_keys_max),
         )
         self._probes = Probes(self._core, self._stores)
         self._jobs = Jobs(self._core)
@@ -175,6 +177,7 @@ class Pipeline:
     def _gone(self, peer: Peer, reason: Reason, now_s: float) -> None:
         self._core.forget_shape(peer.session)
         if peer.role == "scheduler":
+            self._core.announcer.gone(peer)
             self._probes.on_gone(peer)
         else:
             self._jobs.on_gone(peer, reason, now_s)
@@ -270,6 +273,11 @@ class Pipeline:
     def drop_stale_leases(self, idle_s: float, now_s: float, *, count_only: bool) -> int:
         """Drop leases that no job owns and nothing confirmed for ``idle_s``."""
         return self._core.leases.drop_stale(idle_s, now_s, count_only=count_only)
+
+    def clear_pool(self) -> int:
+        """Drop every object that is neither leased nor being written; return how many."""
+        self._core.announcer.emptied()
+        return self._core.pool.clear()
 
     def check(self) -> list[str]:
         """All violations, the pool's included: for tests and for the idle sidecar."""

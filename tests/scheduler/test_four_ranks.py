@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 import vllm.v1.kv_cache_interface as interface
+from kvferry_sidecar.cli import main
 from support.four_ranks import EngineOfRanks, engine_of_ranks
 from support.sidecar import SidecarUnderTest, running_sidecar
+from support.waiting import wait_until
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 RANKS, BLOCK = 4, 64
@@ -154,3 +157,53 @@ def test_denser_retention_hits_inside_a_long_prompt(
         with start() as reader:
             assert reader.run("warm", other) == hit * BLOCK
             moved(sidecar)
+
+
+def test_without_the_hybrid_manager_windows_are_kept_as_full_attention(
+    sidecar: SidecarUnderTest, engine: Start
+) -> None:
+    """One group, every chunk stored and loaded; a hybrid engine shares nothing with it."""
+    specs = {"a": FULL, "b": SWA}
+    with engine(specs, ranks=2, hybrid=False) as writer:
+        writer.run("cold", prompt(6))
+        moved(sidecar)
+        (group,) = sidecar.status()["sessions"][0]["geometry"]["groups"]
+        assert (group["kind"], group["layers"], group["window_tokens"]) == ("full", 2, 0)
+    assert sidecar.status()["pool"]["ready"] == 6
+    with engine(specs, ranks=2, hybrid=False) as reader:
+        other = [*prompt(4), *prompt(2)]
+        assert reader.run("warm", other) == 4 * BLOCK, "also inside a prompt"
+    with engine(specs, ranks=2) as hybrid:
+        assert hybrid.run("warm", prompt(6)) == 0
+
+
+def test_kv_events_of_the_store(sidecar: SidecarUnderTest, engine: Start) -> None:
+    """Stored once per chunk and group, when all ranks have; removed when the pool is cleared."""
+    specs = {"a": FULL, "b": SWA}
+    with engine(specs, ranks=2, kv_events=True) as writer:
+        writer.run("cold", prompt(5))
+        wait_until(lambda: chunks_told(writer, BlockStored) == {0: 5, 1: 2}, "saves are told")
+        for event in writer.events:
+            assert (event.medium, event.locality) == ("CPU", "LOCAL")
+        assert main(["act", "clear-pool", "--run-dir", str(sidecar.run_dir)]) == 0
+        wait_until(lambda: chunks_told(writer, BlockRemoved) == {0: 5, 1: 2}, "removals are told")
+        told = {kind: names_told(writer, kind) for kind in (BlockStored, BlockRemoved)}
+        assert told[BlockStored] == told[BlockRemoved]
+    with engine(specs, ranks=2) as silent:
+        silent.run("other", prompt(5))
+        assert silent.events == []
+
+
+def chunks_told(engine: EngineOfRanks, kind: type) -> dict[int, int]:
+    engine.step()
+    return {group: len(names) for group, names in names_told(engine, kind).items()}
+
+
+def names_told(engine: EngineOfRanks, kind: type) -> dict[int, set[bytes]]:
+    told: dict[int, set[bytes]] = {}
+    for event in engine.events:
+        if isinstance(event, kind):
+            names = told.setdefault(event.group_idx, set())
+            assert names.isdisjoint(event.block_hashes), "told once"
+            names.update(event.block_hashes)
+    return told

@@ -31,6 +31,7 @@ from support.waiting import wait_until
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
@@ -175,9 +176,15 @@ class EngineOfRanks:
         batch: int = 1024,
         kv_bytes: int = 4 << 20,
         draft_tokens: int = 0,
+        kv_events: bool = False,
+        hybrid: bool = True,
     ) -> None:
         self._draft_tokens = draft_tokens
         vllm_config = _make_config(folder, run_dir, specs, ranks, batch, draft_tokens)
+        vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
+        vllm_config.kv_events_config = KVEventsConfig(
+            enable_kv_cache_events=kv_events, publisher="null"
+        )
         register_all_kvcache_specs(vllm_config)
         init_none_hash(sha256_cbor)
         configs = get_kv_cache_configs(
@@ -204,6 +211,8 @@ class EngineOfRanks:
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
         connector.get_kv_connector_stats = self._count
+        self.events: list[Any] = []  # of the store, as vLLM takes them
+        self._take_events, connector.take_events = connector.take_events, self._note_events
 
     def _schedule_with(self, vllm_config: VllmConfig, configs: list[KVCacheConfig]) -> Scheduler:
         kv_config = generate_scheduler_kv_cache_config(configs)
@@ -224,6 +233,11 @@ class EngineOfRanks:
         stats: FerryStats | None = self.connector._scheduler.stats.take()
         self.counts.update(stats.data if stats is not None else {})
         return stats
+
+    def _note_events(self) -> list[Any]:
+        events = list(self._take_events())
+        self.events += events
+        return events
 
     def _hear(self, rank: int) -> Any:
         wait_until(

@@ -38,6 +38,8 @@ FROM_HALF: list[hot.FromHalf] = [
 ]
 
 FROM_SIDECAR: list[hot.FromSidecar] = [
+    hot.Stored(8, {0: [528, 544], 1: [544]}),
+    hot.Removed({1: [b"hash-of-32-bytes"]}),
     hot.Hint(3, 512, 5),
     hot.Answer(3, 1, 512, {"host": 384}),
     hot.NeedFull(3),
@@ -48,7 +50,7 @@ FROM_SIDECAR: list[hot.FromSidecar] = [
 
 ATTACH_FROM_PEER: list[attach.FromPeer] = [
     attach.Hello(1, 1, "worker", "engine", "abcde", 0, 42, True, [attach.Memory(0, 4096)], "x"),
-    attach.RegisterEngine(LIFE, VERSION, [0], 128, 128, 128, "recompute", None, True, 2),
+    attach.RegisterEngine(LIFE, VERSION, [0], 128, 128, 128, "recompute", None, True, 2, True),
     attach.RegisterRank(
         serial=1,
         shard=attach.Shard(),

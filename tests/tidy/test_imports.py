@@ -21,6 +21,7 @@ MEETS_VLLM = frozenset(
         "worker_half",
         "describe",
         "export",
+        "events",
         "meta",  # the metadata classes are subclasses of vLLM's
         "stats",
         "vllm_compat",

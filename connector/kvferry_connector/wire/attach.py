@@ -113,7 +113,8 @@ class RegisterEngine(msgspec.Struct, frozen=True, tag="engine"):
     ``life``: its 16-byte nonce, inside every job; ``version``: the 16-byte namespace version
     (zeros as loaded, random after a reset); ``ranks``: global ranks that live on this node.
     ``retention_tokens``: distance of the boundaries at which sliding windows are kept; 0 only
-    where a request can resume, None at every aligned one. ``reprefill_tokens`` at the end of what
+    where a request can resume, None at every aligned one. ``kv_events``: it wants to be told what
+    its saves stored and what of it left. ``reprefill_tokens`` at the end of what
     is computed may still be rewritten.
     """
 
@@ -127,6 +128,7 @@ class RegisterEngine(msgspec.Struct, frozen=True, tag="engine"):
     retention_tokens: int | None = 0
     use_eagle: bool = False
     reprefill_tokens: int = 0
+    kv_events: bool = False
 
 
 class RegisterRank(msgspec.Struct, frozen=True, tag="rank"):

@@ -211,7 +211,23 @@ class Error(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     admission: int = 0
 
 
-FromSidecar = Hint | Answer | NeedFull | Outcome | JobState | Error
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag="T"):
+    """The save committed these objects, by group and end token.
+
+    Only for an engine that asked (RegisterEngine.kv_events), so an older half never meets it.
+    """
+
+    job: int
+    ends: dict[int, list[int]]
+
+
+class Removed(msgspec.Struct, frozen=True, array_like=True, tag="D"):
+    """Objects of the engine's saves left the pool, by group and prefix hash; as Stored."""
+
+    hashes: dict[int, list[bytes]]
+
+
+FromSidecar = Stored | Removed | Hint | Answer | NeedFull | Outcome | JobState | Error
 
 
 class JobStatusName(enum.StrEnum):

@@ -90,5 +90,6 @@ class Session:
     retention_tokens: int | None = 0
     use_eagle: bool = False
     reprefill_tokens: int = 0
+    kv_events: bool = False
     ready: bool = False
     namespaces: dict[bytes, bytes] = field(default_factory=dict)  # version -> 16-byte digest

@@ -198,6 +198,7 @@ class Registry:
         )
         session.use_eagle = message.use_eagle
         session.reprefill_tokens = message.reprefill_tokens
+        session.kv_events = message.kv_events
         if rotated:
             self._versioned(session, now_s)
         return self._registered(session)

@@ -16,6 +16,7 @@ from kvferry_sidecar.outcomes.tombstones import Tombstones
 from kvferry_sidecar.sessions.admissions import Admissions
 from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session, SessionKey
+from kvferry_sidecar.stages.announce import Announcer
 from kvferry_sidecar.stages.behind import WriteBehind
 from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.logs import Log
@@ -43,11 +44,18 @@ class Core:
     leases: LeaseTable
     journal: Journal
     behind: WriteBehind
+    announcer: Announcer
     draining: bool = False
     declines: Counter[Reason] = field(default_factory=Counter)
     skips: Counter[Reason] = field(default_factory=Counter)
     damaged_chunks: int = 0  # dropped with or behind a checksum mismatch
     _shapes: dict[SessionKey, SessionShape] = field(default_factory=dict)
+
+    def note_evictions(self, now_s: float) -> None:
+        """Room was made in the pool: say whose objects have left it."""
+        keys = self.pool.take_evicted()
+        self.journal.evicted.note(keys, now_s)
+        self.announcer.left(keys)
 
     def shape(self, session: Session) -> SessionShape | None:
         """Return the session's groups and shards; None until every local rank registered."""

@@ -155,8 +155,7 @@ class Journal:
     # --- jobs ---------------------------------------------------------------------------------
 
     def opened(self, run: JobRun, now_s: float) -> None:
-        """A job was taken from its first rank; evictions made room for a save."""
-        self.evicted.note(self._pool.take_evicted(), now_s)
+        """A job was taken from its first rank."""
         record = self.records.get((run.job.life, run.job.admission))
         if record is not None and isinstance(run.job, LoadJob):
             record.load = "open"

@@ -34,6 +34,7 @@ _hash_bytes_max = 64
 @dataclass(frozen=True, slots=True)
 class _GroupPlan:
     shape: GroupShape
+    ends: NDArray[np.int64]  # tokens of the objects' ends, ascending
     keys: NDArray[np.uint8]
     blocks: NDArray[np.int32]
 
@@ -41,6 +42,7 @@ class _GroupPlan:
 @dataclass(frozen=True, slots=True)
 class _GroupSave:
     shape: GroupShape
+    ends: NDArray[np.int64]
     keys: NDArray[np.uint8]
     entries: NDArray[np.uint32]
     blocks: NDArray[np.int32]
@@ -72,7 +74,10 @@ def open_save(
         if isinstance(plan, Decline):
             return plan
         plans.append(plan)
-    return _reserve_all(core, shape, plans, _prefixes(core, session, shape, job))
+    work = _reserve_all(core, shape, plans, _prefixes(core, session, shape, job))
+    if isinstance(work, SaveWork) and session.kv_events:
+        work.told_hashes = raw[1]
+    return work
 
 
 class SaveWork:
@@ -86,6 +91,7 @@ class SaveWork:
     ) -> None:
         self._core = core
         self._shape = shape
+        self.told_hashes = b""  # the job's, of an engine that publishes KV events
         self._groups = groups
         self._prefixes = prefixes
         self.objects = sum(len(save.entries) for save in groups)
@@ -130,10 +136,26 @@ class SaveWork:
                 self._core.behind.entered(save.keys, form_of(save.shape.stripe))
             else:
                 self._core.pool.abort(save.entries)
+        if whole and self.told_hashes:
+            self._announce(run)
         # The chunks before these were used too, by the engine itself: were they left to grow
         # cold, the head of a shared prefix would be evicted before the tails that need it.
         if self._prefixes:
             refresh(self._core.pool, self._shape, self._prefixes)
+
+    def _announce(self, run: JobRun) -> None:
+        scheduler, job = run.session.scheduler, run.job
+        if scheduler is None or not isinstance(job, SaveJob):
+            return
+        size, step = job.hash_bytes, self._shape.hash_block_tokens
+        groups = {}
+        for save in self._groups:
+            places = (
+                (end, (end // step - 1 - job.first_hash) * size) for end in save.ends.tolist()
+            )
+            names = {end: self.told_hashes[at : at + size] for end, at in places}
+            groups[save.shape.group] = (save.keys, names)
+        self._core.announcer.stored(scheduler, job.job, groups)
 
     def _store_crcs(self, part: Part) -> None:
         for planned, result in part.results:
@@ -233,7 +255,7 @@ def _keyed(
     """Return the plan of objects by their end tokens (n,), blocks (n,), and the job's hashes."""
     ends, blocks, hashes = found
     if not len(ends):
-        return _GroupPlan(shaped, np.empty((0, 16), np.uint8), blocks)
+        return _GroupPlan(shaped, ends, np.empty((0, 16), np.uint8), blocks)
     keys = keys_of_ends(
         namespace,
         shaped.group,
@@ -244,7 +266,7 @@ def _keyed(
     )
     if isinstance(keys, Fault):
         return Decline(Reason.HASHES, keys.text)
-    return _GroupPlan(shaped, keys, blocks)
+    return _GroupPlan(shaped, ends, keys, blocks)
 
 
 def _prefixes(core: Core, session: Session, shape: SessionShape, job: SaveJob) -> list[Keys]:
@@ -278,13 +300,15 @@ def _reserve(core: Core, plan: _GroupPlan) -> _GroupSave:
     pool = core.pool
     if not len(plan.keys):
         none = np.empty(0, np.uint32)
-        return _GroupSave(plan.shape, plan.keys, none, plan.blocks, np.empty(0, np.uint64), none)
+        no_offsets = np.empty(0, np.uint64)
+        return _GroupSave(plan.shape, plan.ends, plan.keys, none, plan.blocks, no_offsets, none)
     taken = pool.reserve(plan.keys, stripe.payload_bytes, stripe.shard_count)
     core.skips[Reason.STORED] += taken.stored
     core.skips[Reason.BEING_WRITTEN] += taken.being_written
     core.skips[Reason.POOL_FULL] += taken.full
     return _GroupSave(
         plan.shape,
+        plan.ends[taken.index],
         np.ascontiguousarray(plan.keys[taken.index]),
         taken.entries,
         plan.blocks[taken.index],
