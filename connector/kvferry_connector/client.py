@@ -141,6 +141,10 @@ class Client:
         """State the admissions that hold leases after ask number ``as_of``, for heartbeats."""
         self._lifeline.live = (as_of, list(live))
 
+    def set_pace(self, token_ns: int) -> None:
+        """State what a token of prefill costs the engine, for heartbeats."""
+        self._lifeline.token_ns = token_ns
+
     def set_acks(self, jobs: list[int]) -> None:
         """Share the list of jobs whose outcomes are not acknowledged yet, for heartbeats.
 

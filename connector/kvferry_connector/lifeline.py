@@ -90,6 +90,7 @@ class Lifeline:
         self.state = "stopped"
         self.unproven: dict[int, int] = {}
         self.live: tuple[int, list[int]] = (0, [])
+        self.token_ns = 0
         self.acks: list[int] = []
         self.last_ack_s = 0.0
         self.counts: Counter[str] = Counter()
@@ -247,7 +248,8 @@ class Lifeline:
             return
         as_of, live = self.live
         self._beats += 1
-        stream.send(attach.Heartbeat(self._beats, as_of, live, self.acks[:ids_max]))
+        acks = self.acks[:ids_max]
+        stream.send(attach.Heartbeat(self._beats, as_of, live, acks, self.token_ns))
 
     def _handle(self, message: attach.ToPeer) -> None:
         link = self.published

@@ -112,6 +112,11 @@ class Lookup:
             for first in range(0, len(releases), ids_max):
                 client.send(link, hot.Release(releases[first : first + ids_max]))
 
+    def tell_pace(self, token_ns: int) -> None:
+        """Have heartbeats say what a token of prefill costs."""
+        if self.client is not None:
+            self.client.set_pace(token_ns)
+
     def cancel(self, job: int) -> None:
         """Ask for a job's early end; its outcome comes to the ranks as ever."""
         link = self.client.link() if self.client is not None else None

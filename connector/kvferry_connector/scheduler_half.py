@@ -24,6 +24,7 @@ from kvferry_connector.jobs import NO_EPOCH, JobOrder, Jobs, cut_tables, pack_id
 from kvferry_connector.log import logger
 from kvferry_connector.lookup import Lookup, MakeClient
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry_connector.pace import Pace
 from kvferry_connector.requests import Admission, Phase, Tracked
 from kvferry_connector.saves import Saver
 from kvferry_connector.stats import FerryStats
@@ -92,6 +93,7 @@ class SchedulerHalf:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[JobOrder] = []  # of the step being built
         self._admissions = self._step = self._rotation = 0
+        self._pace = Pace()
         self._progress_s = 0.0
         self._gave_up = False
 
@@ -310,6 +312,8 @@ class SchedulerHalf:
             for request_id, states in block_state.boundary_state_offloads.items():
                 if (tracked := self._requests.get(request_id)) is not None:
                     self._saver.hand_over(tracked, states, self._step, self._version)
+        if self._pace.step(output.total_num_scheduled_tokens, time.perf_counter()):
+            self._lookup.tell_pace(self._pace.token_ns)
         if output.total_num_scheduled_tokens:
             self._saver.advance(output, self._step, self._version)
         if self._lookup.stirred:

@@ -274,6 +274,7 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "tiers.host.name": f"kvferry-{os.getuid()}",
         "copy.threads": min(max(cpus // 4, 1), 8),
         "loads.mode": "overlapped",
+        "loads.breaker": True,
         "log.level": "info",
         "log.format": "console",
         "http.listen": HTTP_LISTEN,

@@ -48,6 +48,7 @@ from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.announce import Announcer
 from kvferry_sidecar.stages.behind import WriteBehind
+from kvferry_sidecar.stages.breaker import Breaker
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.jobs import Jobs
 from kvferry_sidecar.stages.journal import Journal
@@ -105,6 +106,7 @@ class Pipeline:
             admissions=Admissions(limits.admissions_max, limits.key_bytes_max),
             leases=LeaseTable(pool.release, limits.lease_idle_ms_max),
             journal=Journal(pool, limits),
+            breaker=Breaker(enabled=modes.breaker),
             behind=WriteBehind(pool, self._stores, limits),
             announcer=Announcer(send, limits.announced_keys_max),
         )
@@ -322,6 +324,7 @@ class Pipeline:
             admissions_dropped=core.admissions.dropped,
             tombstone_collapses=core.tombstones.collapses,
             damaged_chunks=core.damaged_chunks,
+            breaker=core.breaker.reading(),
             violations=list(self._violations),
             queues=self._jobs.desk.queues(),
             oldest_job_s=self._jobs.oldest_s(now_s),

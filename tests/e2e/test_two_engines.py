@@ -21,6 +21,7 @@ from support.engine import (
     running_engine,
 )
 from support.sidecar import SidecarUnderTest, running_sidecar
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -239,6 +240,23 @@ def test_a_damaged_object_costs_one_shorter_load(
     status = sidecar.wait_idle()
     assert status["pipeline"]["ledger"]["reasons"]["failed/checksum"] == 1
     assert status["pipeline"]["damaged_chunks"] > 0
+
+
+def test_the_costs_of_loading_and_computing_are_measured(
+    sidecar: SidecarUnderTest, writer: EngineUnderTest, reader: EngineUnderTest, texts: Texts
+) -> None:
+    tokens = texts.take(2500)
+    writer.run(tokens)
+
+    def known() -> bool:
+        costs = sidecar.status()["pipeline"]["breaker"]
+        return len(costs) == 2 and all(one["compute_us"] > 0 for one in costs.values())
+
+    wait_until(known, "both engines said what a token costs")
+    assert reader.run(tokens).hit_tokens == hit_of(tokens)
+    costs = sidecar.wait_idle()["pipeline"]["breaker"].values()
+    assert sum(one["loads"] for one in costs) > 0
+    assert not any(one["open"] or one["withheld"] for one in costs)
 
 
 def test_idle_engine_and_a_restarted_sidecar(

@@ -128,6 +128,9 @@ class ScriptedNode:
     def rotate(self, version: bytes) -> None:
         self.rotations.append(version)
 
+    def set_pace(self, token_ns: int) -> None:
+        self.token_ns = token_ns
+
     def set_live(self, as_of: int, live: list[int]) -> None:
         self.live = (as_of, list(live))
 

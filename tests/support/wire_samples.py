@@ -75,7 +75,7 @@ ATTACH_FROM_PEER: list[attach.FromPeer] = [
         hash_block_tokens=128,
     ),
     attach.Rotate(LIFE),
-    attach.Heartbeat(5, 9, [3], [7, 8]),
+    attach.Heartbeat(5, 9, [3], [7, 8], 41_000),
     attach.Bye(),
     attach.StatusQuery(),
 ]

@@ -159,13 +159,15 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     """Alive, and these admissions (asked up to ``as_of`` asks) still hold their leases.
 
     A lease of an ask numbered ``<= as_of`` that is not in ``live`` is freed: a lost release heals.
-    ``acks``: outcomes of these jobs arrived, as in OutcomeAck.
+    ``acks``: outcomes of these jobs arrived, as in OutcomeAck. ``token_ns``: what a token of
+    prefill costs the engine, 0 while it does not know.
     """
 
     seq: int
     as_of: int
     live: list[int]
     acks: list[int] = []
+    token_ns: int = 0
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):

@@ -30,6 +30,7 @@ class Reason(enum.StrEnum):
     KEY_BYTES_MAX = "key-bytes-max"
     LEASES_MAX = "leases-max"
     LEASE_BUSY = "lease-busy"
+    SLOWER = "slower"
     # Frames that could not be taken.
     FRAMES = "frames"
     ROLE = "role"
@@ -130,6 +131,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.LEASES_MAX: Explanation(
         "the engine already leases as many pool entries as it may", "raise limits.leases_max"
+    ),
+    Reason.SLOWER: Explanation(
+        "loading takes this engine longer than computing",
+        "see `breaker` in `kvferry status`; copy.threads, a faster tier, or loads.breaker = false",
     ),
     Reason.LEASE_BUSY: Explanation(
         "a load job owns the lease of this admission until its ranks are done", _NOTHING

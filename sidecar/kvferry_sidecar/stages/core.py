@@ -18,6 +18,7 @@ from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session, SessionKey
 from kvferry_sidecar.stages.announce import Announcer
 from kvferry_sidecar.stages.behind import WriteBehind
+from kvferry_sidecar.stages.breaker import Breaker
 from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.stages.modes import LoadModes
@@ -47,6 +48,7 @@ class Core:
     announcer: Announcer
     draining: bool = False
     declines: Counter[Reason] = field(default_factory=Counter)
+    breaker: Breaker = field(default_factory=lambda: Breaker(enabled=True))
     skips: Counter[Reason] = field(default_factory=Counter)
     damaged_chunks: int = 0  # dropped with or behind a checksum mismatch
     _shapes: dict[SessionKey, SessionShape] = field(default_factory=dict)

@@ -145,6 +145,12 @@ class LoadWork:
     def settle(self, run: JobRun) -> None:
         """All ranks are terminal: nobody reads the entries for this job any more."""
         self._core.leases.drop(self._lease)
+        if run.all_done():
+            seconds = max(
+                part.ended_s - (part.passed_s or part.ended_s) for part in run.parts.values()
+            )
+            tokens = self._job.total_tokens - self._job.local_tokens
+            self._core.breaker.loaded(run.session.key, tokens, seconds)
         admission = self._core.admissions.get(run.session.life, self._job.admission)
         if admission is None or admission.version != self._job.version or not run.all_done():
             return

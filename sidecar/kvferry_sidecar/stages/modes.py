@@ -13,9 +13,11 @@ class LoadModes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     In both a copy starts after the engine's step has bound its blocks (``bound_step``), and its
     outcome goes out after the copy engine has synchronised. Serialized, no other load of that rank
     lies between the two: for a device or driver whose concurrent copies are not trusted.
+    ``breaker``: do not offer what is slower to load than to compute (stages/breaker.py).
     """
 
     mode: Literal["overlapped", "serialized"] = "overlapped"
+    breaker: bool = True
 
 
 DEFAULT_MODES = LoadModes()

@@ -115,11 +115,13 @@ class Probes:
     def on_beat(self, peer: Peer, beat: Heartbeat, now_s: float) -> None:
         """Heal a lost release: what the half no longer counts on falls."""
         self._core.leases.reconcile(peer.generation, beat.as_of, beat.live, now_s)
+        self._core.breaker.computes(peer.session.key, beat.token_ns)
 
     def on_gone(self, peer: Peer) -> None:
         """The scheduler half is gone: nothing it was promised is needed, except by jobs."""
         self._core.admissions.drop_generation(peer.generation)
         self._core.leases.drop_generation(peer.generation)
+        self._core.breaker.forget(peer.session.key)
 
     # --- probe ------------------------------------------------------------------------------
 
@@ -302,6 +304,8 @@ class Probes:
         wanted = needed_of_all(shape, present, span)
         if wanted is None:
             return None
+        if self._core.breaker.withholds(session.key, span[1] - span[0]):
+            return Reason.SLOWER
         held = self._core.leases.entry_count(session.key)
         if held + sum(len(needed.ends) for needed in wanted) > self._core.limits.leases_max:
             return Reason.LEASES_MAX
