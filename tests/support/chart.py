@@ -66,6 +66,13 @@ VARIANTS: Mapping[str, Values] = {
             "priorityClassName": "serving",
             "readOnlyRootFilesystem": True,
         },
+        "disk": {"size": "10Gi", "policy": "reused"},
+        "remote": {
+            "url": "redis://cache:6379/0",
+            "password": {"existingSecret": "store"},
+            "policy": "none",
+            "ttlSeconds": 3600,
+        },
         "http": {"token": {"existingSecret": "admin"}, "readiness": "started"},
         "monitoring": {
             "podMonitor": {"enabled": True},

@@ -161,12 +161,17 @@ class Pod:
         )
         assert done.returncode == 0, done.stderr
 
-    def start(self, name: str, words: Sequence[str], log: Path) -> None:
-        """Start a container that goes on."""
+    def start(
+        self,
+        name: str,
+        words: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start a container that goes on; ``environment`` is what its image would bring."""
+        command = self.command(name, words, environment)
         with log.open("ab") as file:
-            self._running[name] = subprocess.Popen(
-                self.command(name, words), stdout=file, stderr=file
-            )
+            self._running[name] = subprocess.Popen(command, stdout=file, stderr=file)
 
     def wait_started(self, name: str) -> None:
         """Return when the startup probe passed, asked for as long as the pod says."""

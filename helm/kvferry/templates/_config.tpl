@@ -14,13 +14,22 @@ tiers:
     paths: {{ include "kvferry.diskDir" . }}
     policy: {{ .Values.disk.policy }}
   {{- end }}
+  {{- if .Values.remote.url }}
+  remote:
+    url: {{ .Values.remote.url | quote }}
+    policy: {{ .Values.remote.policy }}
+    ttl_s: {{ int64 .Values.remote.ttlSeconds }}
+    {{- if .Values.remote.password.existingSecret }}
+    password_file: {{ include "kvferry.secretsDir" . }}/store/password
+    {{- end }}
+  {{- end }}
 copy:
   threads: {{ int64 .Values.sidecar.copyThreads }}
 http:
   listen: {{ .Values.http.listen | quote }}
   probes_listen: {{ printf "%s:%d" .Values.http.probesAddress (int64 .Values.http.probesPort) | quote }}
   {{- if .Values.http.token.existingSecret }}
-  token_file: {{ include "kvferry.secretsDir" . }}/token
+  token_file: {{ include "kvferry.secretsDir" . }}/http/token
   {{- end }}
 log:
   level: {{ .Values.sidecar.logLevel }}

@@ -44,7 +44,12 @@
       readOnly: true
     {{- if .Values.http.token.existingSecret }}
     - name: http-token
-      mountPath: {{ include "kvferry.secretsDir" . }}
+      mountPath: {{ include "kvferry.secretsDir" . }}/http
+      readOnly: true
+    {{- end }}
+    {{- if .Values.remote.password.existingSecret }}
+    - name: store-password
+      mountPath: {{ include "kvferry.secretsDir" . }}/store
       readOnly: true
     {{- end }}
     {{- if .Values.disk.size }}
@@ -91,6 +96,15 @@ capabilities:
     items:
       - key: {{ $.Values.http.token.key }}
         path: token
+{{- end }}
+{{- with .Values.remote.password.existingSecret }}
+- name: store-password
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items:
+      - key: {{ $.Values.remote.password.key }}
+        path: password
 {{- end }}
 {{- if .Values.disk.size }}
 - name: disk
