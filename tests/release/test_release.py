@@ -75,9 +75,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the RUN lines of the image's build stage here; return what would be /opt/venv."""
     folder = tmp_path_factory.mktemp("image")
     copy_sources(folder / "src")
-    build = [
-        one for one in read_dockerfile(ROOT / "images" / "Dockerfile") if one.stage == "build"
-    ]
+    build = [one for one in read_dockerfile(ROOT / "images" / "Dockerfile") if one.stage == "build"]
     lines = [one.rest for one in build if one.word == "RUN" and "apt-get" not in one.rest]
     assert lines
     arguments = dict(one.rest.split("=", 1) for one in build if one.word == "ARG")

@@ -77,6 +77,7 @@ VARIANTS: Mapping[str, Values] = {
         "monitoring": {
             "podMonitor": {"enabled": True},
             "prometheusRule": {"enabled": True},
+            "dashboard": {"enabled": True, "folder": "LLM"},
             "labels": {"release": "prometheus"},
         },
         "networkPolicy": {"engineFrom": [{"podSelector": {"matchLabels": {"app": "router"}}}]},
