@@ -105,5 +105,7 @@ class SimRequest:
 def output_of(scheduled: dict[str, int]) -> SimpleNamespace:
     """Return a SchedulerOutput."""
     return SimpleNamespace(
-        num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values())
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        kv_connector_block_state=None,
     )

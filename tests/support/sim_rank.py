@@ -96,7 +96,7 @@ class SimRank:
         geometry = RankGeometry(
             1,
             tuple(
-                RankGroup(g, "full", BLOCK, 1, layout, 1024, BLOCKS, "all")
+                RankGroup(g, "full", BLOCK, layout, 1024, BLOCKS, "all")
                 for g, layout in enumerate(self.layouts)
             ),
             {"model": str(shape.model)},
