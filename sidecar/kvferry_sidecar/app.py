@@ -46,6 +46,7 @@ from kvferry_sidecar.sessions.registry import Registry
 from kvferry_sidecar.stages.stores import Tier
 from kvferry_sidecar.tiers.segment import PoolSegment, open_pool
 from kvferry_sidecar.tiers.slow import SlowTiers
+from kvferry_sidecar.tiers.store import Memory
 from kvferry_sidecar.transport import Transport
 
 socket_check_s = 1.0  # how often the attach socket's file is looked at
@@ -239,7 +240,8 @@ class App:
         return self._faults.copies(engine)
 
     def _open_slow_tiers(self, stack: contextlib.ExitStack) -> SlowTiers:
-        slow = SlowTiers(self._config, self._log)
+        memory = Memory(self._pool.address, self._segment.segment_bytes)
+        slow = SlowTiers(self._config, memory, self._log)
         if slow.tiers:
             sys.setswitchinterval(switch_interval_s)
 

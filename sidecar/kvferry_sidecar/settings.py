@@ -22,6 +22,8 @@ may_be_empty = (
     "tiers.remote.url",
     "tiers.remote.password_file",
     "faults.rules",
+    "tiers.remote.device",
+    "tiers.remote.host",
 )
 _UNITS = {
     "": 1, "B": 1,

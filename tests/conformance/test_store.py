@@ -14,6 +14,7 @@ from kvferry_sidecar.tiers.runner import Call, CallResult, Find, Get, Put, Store
 from kvferry_sidecar.tiers.store import Form, Item
 from support.store_rigs import (
     DiskRig,
+    MooncakeRig,
     RedisRig,
     Rig,
     get,
@@ -28,14 +29,31 @@ from support.waiting import wait_until
 STORES = {
     "disk": DiskRig,
     "redis": RedisRig,
+    "mooncake": MooncakeRig,
 }
 SIZES = [(512,), (4096,), (1000,), (4096, 4096), (65536, 512, 3), (1 << 20,)]
 
 
+@pytest.fixture(scope="module")
+def kept():
+    """Rigs that take seconds to start and to end: one for all tests, emptied for each."""
+    made: dict[str, Rig] = {}
+    yield made
+    for rig in made.values():
+        rig.close()
+
+
 @pytest.fixture(params=STORES)
-def rig(request, tmp_path):
-    with opened(STORES[request.param](tmp_path)) as rig:
-        yield rig
+def rig(request, tmp_path, kept, tmp_path_factory):
+    kind = STORES[request.param]
+    if not kind.slow:
+        with opened(kind(tmp_path)) as rig:
+            yield rig
+        return
+    if request.param not in kept:
+        kept[request.param] = kind(tmp_path_factory.mktemp(request.param))
+    kept[request.param].empty()
+    yield kept[request.param]
 
 
 @contextmanager

@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import redis
 from kvferry_native import crc32c
 from kvferry_sidecar.observe.log import get_logger
-from kvferry_sidecar.slow_tiers import RemoteTierConfig
+from kvferry_sidecar.slow_tiers import DEFAULTS, RemoteTierConfig
 from kvferry_sidecar.tiers import value
 from kvferry_sidecar.tiers.disk import DiskStore
 from kvferry_sidecar.tiers.remote import open_remote
 from kvferry_sidecar.tiers.remote.redis_store import PREFIX
 from kvferry_sidecar.tiers.store import Form, Item, Store, memory_at
+from kvferry_sidecar.tiers.store import Memory as Pool
+from support.mooncake_master import MooncakeMaster
 from support.redis_server import RedisServer
 
 SLOT_BYTES = 512  # the pool's slots begin at multiples of this
@@ -91,6 +93,11 @@ class Rig:
     store: Store
     persistent: bool = False
     memory: Memory = field(default_factory=Memory)
+    slow: ClassVar[bool] = False  # starts and ends in seconds: shared by tests, and emptied
+
+    def empty(self) -> None:
+        """Forget everything that is stored."""
+        raise NotImplementedError
 
     def damage(self, item: Item) -> None:
         """Change one byte of what is stored under the item's key."""
@@ -128,21 +135,32 @@ class DiskRig(Rig):
             file.write(bytes([byte[0] ^ 1]))
 
 
-class RedisRig(Rig):
-    """A Redis server of its own, and the store over it."""
+class RemoteRig(Rig):
+    """A server of its own, and the store over it."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        self.server = RedisServer(folder)
-        self.server.start()
-        self.changes = changes
-        super().__init__(self.open(), persistent=True)
-
-    def open(self) -> Store:
-        return open_remote(remote_config(self.server.url, **self.changes), 5.0)
+    def __init__(self, server: RedisServer | MooncakeMaster, **changes: Any) -> None:
+        self.server = server
+        server.start()
+        memory = Memory()
+        config = remote_config(server.url, **changes)
+        pool = Pool(memory.address, memory.total_bytes)
+        self._open = lambda: open_remote(config, 5.0, pool)
+        super().__init__(self._open(), persistent=True, memory=memory)
 
     def reopen(self) -> None:
         self.store.close()
-        self.store = self.open()
+        self.store = self._open()
+
+    def close(self) -> None:
+        super().close()
+        self.server.kill()
+
+
+class RedisRig(RemoteRig):
+    """Redis."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(RedisServer(folder))
 
     def damage(self, item: Item) -> None:
         with redis.Redis(port=self.server.port, protocol=2) as client:
@@ -151,15 +169,36 @@ class RedisRig(Rig):
             stored[-item.form.payload_bytes // 2] ^= 1
             client.set(name, bytes(stored))
 
-    def close(self) -> None:
-        super().close()
-        self.server.kill()
+
+class MooncakeRig(RemoteRig):
+    """A Mooncake master, and a store that brings the only segment: it keeps nothing by itself."""
+
+    slow = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(MooncakeMaster(folder), segment_bytes=64 << 20)
+        self.persistent = False
+
+    def empty(self) -> None:
+        assert self.store._connected().remove_all(True) >= 0
+
+    def damage(self, item: Item) -> None:
+        """Store another object's bytes under the item's header."""
+        header = value.pack(item)
+        number = int.from_bytes(item.key[:8], "little")
+        wrong = self.memory.item(number, *item.form.shard_bytes, content=b"y")
+        self.store.remove([item.key])
+        assert self.store.put([Item(item.key, item.seed, wrong.address, item.form)], [header])
 
 
 def remote_config(url: str, **changes: Any) -> RemoteTierConfig:
     """Return the settings of a remote tier, with some changed."""
-    fields = {"password_file": "", "value_bytes_max": 64 << 20, "ttl_s": 0, "threads": 4}
-    return RemoteTierConfig(url=url, policy="all", **(fields | changes))
+    fields = {
+        name.removeprefix("tiers.remote."): value
+        for name, value in DEFAULTS.items()
+        if name.startswith("tiers.remote.")
+    }
+    return RemoteTierConfig(**(fields | {"url": url} | changes))
 
 
 def pattern_of(item: Item) -> bytes:

@@ -153,7 +153,10 @@ class StoreRunner:
         """
         if not self.join(wait_s):
             return False
-        self._store.close()
+        try:
+            self._store.close()
+        except StoreError:
+            return False
         return True
 
     def join(self, wait_s: float) -> bool:

@@ -17,7 +17,7 @@ from kvferry_sidecar.slow_tiers import Policy, disk_paths
 from kvferry_sidecar.tiers.disk import DiskStore
 from kvferry_sidecar.tiers.remote import open_remote
 from kvferry_sidecar.tiers.runner import StoreRunner
-from kvferry_sidecar.tiers.store import Source, StoreError
+from kvferry_sidecar.tiers.store import Memory, Source, StoreError
 
 close_s_max = 2.0  # for calls that are in flight at the end
 
@@ -36,9 +36,9 @@ class OpenedTier:
 class SlowTiers:
     """All slower tiers, in the order they are asked, and what announces their results."""
 
-    def __init__(self, config: Config, log: Log) -> None:
+    def __init__(self, config: Config, pool: Memory, log: Log) -> None:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        remote = _open_remote(config, self.wake_fd)  # may refuse: before anything is made
+        remote = _open_remote(config, pool, self.wake_fd)  # may refuse: before anything is made
         self.tiers = _open_disks(config, self.wake_fd, log) + remote
 
     def clear_wake(self) -> None:
@@ -80,11 +80,11 @@ def _open_disks(config: Config, wake_fd: int, log: Log) -> list[OpenedTier]:
     return opened
 
 
-def _open_remote(config: Config, wake_fd: int) -> list[OpenedTier]:
+def _open_remote(config: Config, pool: Memory, wake_fd: int) -> list[OpenedTier]:
     """A store that is away now is tried again later; one that cannot be is refused (raises)."""
     remote = config.tiers.remote
     if not remote.url:
         return []
-    store = open_remote(remote, config.limits.store_ms_max / 1e3)
+    store = open_remote(remote, config.limits.store_ms_max / 1e3, pool)
     runner = StoreRunner(store, remote.threads, wake_fd)
     return [OpenedTier(store.name, store.source, remote.policy, runner)]

@@ -44,6 +44,14 @@ class Item:
         return memory_at(self.address, self.form.payload_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The pool, for stores that register it with their transport."""
+
+    address: int
+    total_bytes: int
+
+
 class StoreError(Exception):
     """The whole call failed, and why: the store is away, or answered nonsense. Tried again later.
 

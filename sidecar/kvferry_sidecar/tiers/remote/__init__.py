@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from urllib.parse import SplitResult, urlsplit
 
 from kvferry_sidecar.slow_tiers import RemoteTierConfig, remote_scheme
-from kvferry_sidecar.tiers.store import Store
+from kvferry_sidecar.tiers.store import Memory, Store, StoreError
 
-Open = Callable[[RemoteTierConfig, SplitResult, float], Store]
+Open = Callable[[RemoteTierConfig, SplitResult, float, Memory], Store]
 
 
-def open_remote(remote: RemoteTierConfig, call_s_max: float) -> Store:
-    """Return the store that the configuration names; nothing is connected yet.
+def open_remote(remote: RemoteTierConfig, call_s_max: float, pool: Memory) -> Store:
+    """Return the store that the configuration names; it may be away.
 
     ``call_s_max``: what a call may take, where the library lets us say so. Raises ConfigError for
     a setting that the store cannot have, MissingExtraError without its package.
     """
     parts = urlsplit(remote.url)
-    return _OPENERS[remote_scheme(remote)](remote, parts, call_s_max)
+    return _OPENERS[remote_scheme(remote)](remote, parts, call_s_max, pool)
 
 
-def _redis(remote: RemoteTierConfig, parts: SplitResult, call_s_max: float) -> Store:
+def _redis(remote: RemoteTierConfig, parts: SplitResult, call_s_max: float, _pool: Memory) -> Store:
     from kvferry_sidecar.tiers.remote.redis_store import open_redis  # noqa: PLC0415 - an extra
 
     return open_redis(remote, parts, call_s_max)
+
+
+def _mooncake(
+    remote: RemoteTierConfig, parts: SplitResult, _call_s_max: float, pool: Memory
+) -> Store:
+    from kvferry_sidecar.tiers.remote import mooncake_store  # noqa: PLC0415 - an extra
+
+    store = mooncake_store.open_mooncake(remote, parts, pool)
+    with contextlib.suppress(StoreError):  # away: it is tried again when it is used
+        store.connect()  # now, while nobody waits: it may take long
+    return store
 
 
 _OPENERS: dict[str, Open] = {
     "redis": _redis,
     "rediss": _redis,
     "redis+unix": _redis,
+    "mooncake": _mooncake,
 }

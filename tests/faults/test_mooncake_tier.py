@@ -1,0 +1,189 @@
+"""Mooncake beside real sidecars: two nodes, an owner that dies, a master that hangs or is away."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvferry_connector.wire.hot import Release
+from kvferry_demo.processes import Child, Sidecar, in_environment, kvferry_command
+from kvferry_sidecar.cli.commands import run
+from support.books import read_status, wait_settled
+from support.client_half import ClientEngine, client_engine
+from support.mooncake_master import MooncakeMaster, mooncake_master
+from support.net import two_nodes
+from support.sidecar import SidecarUnderTest, make_sidecar
+from support.waiting import wait_until
+
+HUNG_S_MAX = 2.0  # what a hung store may cost one request, all in all
+
+
+class SidecarElsewhere(Sidecar):
+    """`kvferry serve` behind a command that puts it somewhere else."""
+
+    def __init__(self, sidecar: SidecarUnderTest, prefix: tuple[str, ...], flags: list[str]):
+        self.run_dir = sidecar.run_dir
+        self.pool_name = sidecar.pool_name
+        serve = ["serve", "--run-dir", str(self.run_dir), "--pool-name", self.pool_name]
+        pool = ["--pool-bytes", str(16 << 20), "--http-listen", ""]
+        command = in_environment({}, [*prefix, *kvferry_command(), *serve, *pool, *flags])
+        Child.__init__(self, command, sidecar.log)
+
+
+@contextmanager
+def started(
+    url: str, *, prefix: tuple[str, ...] = (), **changes: object
+) -> Iterator[SidecarUnderTest]:
+    """Yield a sidecar over the store that serves."""
+    settings = {"tiers.remote.url": url, "limits.stage_ms_max": 20_000} | {
+        name.replace("__", "."): value for name, value in changes.items()
+    }
+    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    with make_sidecar(pool_bytes=16 << 20) as sidecar:
+        sidecar._process = SidecarElsewhere(sidecar, prefix, flags)
+        sidecar.process.wait_ready()
+        yield sidecar
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    with mooncake_master(tmp_path) as found:
+        yield found
+
+
+def tier(sidecar: SidecarUnderTest) -> dict[str, Any]:
+    (found,) = read_status(sidecar.run_dir)["pipeline"]["tiers"]
+    return found
+
+
+def is_on(sidecar: SidecarUnderTest) -> bool:
+    return bool(tier(sidecar)["state"] == "on")
+
+
+def written(sidecar: SidecarUnderTest, objects: int) -> None:
+    wait_until(lambda: tier(sidecar)["counts"].get("put_objects", 0) >= objects, "all is stored")
+
+
+def shares(writer: ClientEngine, reader: ClientEngine, first: SidecarUnderTest) -> None:
+    """One engine saves, another one on another node loads: every byte is compared."""
+    before = tier(first)["counts"].get("put_objects", 0)
+    prompts = [f"shared {before} {number}" for number in range(6)]
+    for prompt in prompts:
+        writer.put(prompt)
+    written(first, before + 18)
+    admission, answer = reader.lease(prompts[0], 3)
+    assert answer.sources == {"external": 48}
+    reader.scheduler.send(Release([admission]))
+    assert [reader.get(prompt) for prompt in prompts[1:]] == [48] * 5
+
+
+def test_two_nodes_share_one_master(tmp_path: Path) -> None:
+    with two_nodes() as (here, there):
+        master = MooncakeMaster(tmp_path, here.address, here.prefix)
+        master.start()
+        try:
+            with (
+                started(
+                    master.url, prefix=here.prefix, tiers__remote__segment_bytes="64MiB"
+                ) as first,
+                started(master.url, prefix=there.prefix) as second,
+                client_engine(first.run_dir, engine_id="a") as writer,
+                client_engine(second.run_dir, engine_id="b") as reader,
+            ):
+                for sidecar in (first, second):
+                    wait_until(lambda one=sidecar: is_on(one), "the store is there")
+                shares(writer, reader, first)
+                hosts = [tier(sidecar)["facts"]["host"] for sidecar in (first, second)]
+                assert hosts == [here.address, there.address]
+                assert tier(second)["facts"]["transport"] == "tcp"
+                for sidecar in (first, second):
+                    wait_settled(sidecar.run_dir)
+        finally:
+            master.kill()
+
+
+def test_an_owner_that_dies_is_a_miss(master: MooncakeMaster) -> None:
+    with started(master.url) as second, client_engine(second.run_dir, engine_id="b") as reader:
+        with (
+            started(master.url, tiers__remote__segment_bytes="64MiB") as first,
+            client_engine(first.run_dir, engine_id="a") as writer,
+        ):
+            shares(writer, reader, first)
+            writer.put("lost")
+            written(first, 21)
+            first.kill()
+        assert reader.lease("lost", 3)[1].hit_tokens == 0
+        assert is_on(second)
+        reader.put("goes on")
+        assert reader.get("goes on") == 48
+        wait_settled(second.run_dir)
+
+
+def test_a_master_that_hangs_or_dies_costs_a_miss(master: MooncakeMaster) -> None:
+    changes = {"limits__stage_ms_max": 200, "limits__store_ms_max": 500}
+    with (
+        started(master.url, tiers__remote__segment_bytes="64MiB", **changes) as sidecar,
+        client_engine(sidecar.run_dir) as engine,
+    ):
+        engine.put("before")
+        written(sidecar, 3)
+        master.signal(signal.SIGSTOP)
+        began_s = time.monotonic()
+        assert engine.lease("elsewhere", 3)[1].hit_tokens == 0
+        assert time.monotonic() - began_s < HUNG_S_MAX
+        wait_until(lambda: not is_on(sidecar), "it is noticed")
+        assert tier(sidecar)["calls_late"] > 0
+        assert engine.get("before") == 48, "the pool serves"
+        engine.put("meanwhile")
+        assert engine.get("meanwhile") == 48
+        master.kill()
+        master.start()
+        wait_until(lambda: is_on(sidecar), "it is used again")
+        wait_settled(sidecar.run_dir)
+
+
+def test_a_master_that_is_away_at_the_start(master: MooncakeMaster) -> None:
+    master.kill()
+    with started(master.url) as sidecar, client_engine(sidecar.run_dir) as engine:
+        engine.put("served")
+        assert engine.get("served") == 48
+        assert tier(sidecar)["facts"]["transport"] == "not connected"
+        master.start()
+        wait_until(lambda: is_on(sidecar), "it is found")
+        assert tier(sidecar)["facts"]["transport"] == "tcp"
+
+
+def test_sigterm_while_the_master_hangs_ends_in_time(master: MooncakeMaster) -> None:
+    changes = {"limits__drain_ms_max": 1000, "limits__stage_ms_max": 200}
+    with (
+        started(master.url, tiers__remote__segment_bytes="64MiB", **changes) as sidecar,
+        client_engine(sidecar.run_dir) as engine,
+    ):
+        master.signal(signal.SIGSTOP)
+        engine.put("unwritten")
+        sidecar.process.process.terminate()
+        assert sidecar.process.process.wait(20) == 0
+        assert "hangs" in sidecar.process.tail()
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, capsys) -> None:
+    with make_sidecar(pool_bytes=16 << 20) as sidecar:
+        settings = {
+            "tiers.remote.url": "mooncake://127.0.0.1:1",
+            "tiers.remote.protocol": "rdma",
+            "tiers.remote.device": "mlx5_77",
+        }
+        flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        code = run(
+            [
+                *("serve", "--run-dir", str(sidecar.run_dir), "--pool-name", sidecar.pool_name),
+                *("--pool-bytes", "16MiB", *flags),
+            ]
+        )
+    assert code == 2
+    assert "'mlx5_77' is not there" in capsys.readouterr().err

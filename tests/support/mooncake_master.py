@@ -1,0 +1,80 @@
+"""A real Mooncake master of the test's own, stopped, frozen and restarted at will."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.redis_server import free_port
+from support.waiting import wait_until
+
+
+def need_mooncake() -> str:
+    """Return the master's program; the test is skipped where the library cannot be loaded."""
+    try:
+        import mooncake.store
+    except ImportError as error:
+        pytest.skip(f"mooncake cannot be loaded: {error}")
+    return str(Path(mooncake.store.__file__).parent / "mooncake_master")
+
+
+class MooncakeMaster:
+    """One port of 127.0.0.1 (or of ``host``); ``start`` and ``kill`` may follow each other."""
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> None:
+        self._program = need_mooncake()
+        self._log = folder / "master.log"
+        self._prefix = prefix  # to run it in a network namespace
+        self.host = host
+        self.port = free_port()
+        self.url = f"mooncake://{host}:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and return when it listens."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(*self._prefix, self._program, "-rpc_address", self.host),
+                    *("-rpc_port", str(self.port), "-metrics_host", "127.0.0.1"),
+                    *("-metrics_port", str(free_port())),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        if not self._prefix:
+            wait_until(self._listens, "the master listens")
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _listens(self) -> bool:
+        try:
+            socket.create_connection((self.host, self.port), 1).close()
+        except OSError:
+            return False
+        return True
+
+
+@contextmanager
+def mooncake_master(folder: Path) -> Iterator[MooncakeMaster]:
+    """Yield a master that listens."""
+    master = MooncakeMaster(folder)
+    master.start()
+    try:
+        yield master
+    finally:
+        master.kill()
