@@ -11,7 +11,16 @@ import pytest
 import yamllint.config
 import yamllint.linter
 from kvferry_sidecar import cli
-from support.chart import CHART, GOLDEN, RECIPES, VARIANTS, golden_text, release, values_of
+from support.chart import (
+    CHART,
+    GOLDEN,
+    RECIPES,
+    VARIANTS,
+    golden_text,
+    release,
+    render_text,
+    values_of,
+)
 from support.sources import ROOT
 
 NAMES = [*RECIPES, *VARIANTS]
@@ -96,6 +105,17 @@ def test_settings_of_the_values_arrive_with_their_types():
         "name": "cache",
         "keys_max": 1000000,
     }
+
+
+def test_a_packaged_chart_renders_the_same(tmp_path):
+    """Rules, board and recipes are files of the chart: .helmignore must leave them in."""
+    archive = helm_python.package(str(CHART), destination=str(tmp_path))
+    with helm_python.Chart.load(archive) as packaged:
+        made = packaged.render(dict(values_of("everything")), name="demo", namespace="llm")
+        names = {one["name"] for one in packaged.files}
+    texts = {name: text.strip() + "\n" for name, text in made.items() if text.strip()}
+    assert texts == render_text(values_of("everything"))
+    assert {f"recipes/{name}.yaml" for name in RECIPES} | {"README.md"} <= names
 
 
 def test_versions_are_the_package_s():

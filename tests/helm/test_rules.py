@@ -50,7 +50,9 @@ def test_limit_covers_request_covers_pool(name):
     assert volume["medium"] == "Memory"
     # The index takes a 256th by default; tests/helm/test_rehearsal.py serves from such a mount.
     assert shm_mi >= pool_mi * 257 / 256 + 8
-    assert mebibytes(resources["limits"]["memory"]) >= request_mi >= shm_mi + 256
+    store = tomllib.loads(release(name).toml())["tiers"].get("remote", {})
+    segment_mi = int(store.get("segment_bytes", "0MiB").removesuffix("MiB"))
+    assert mebibytes(resources["limits"]["memory"]) >= request_mi >= shm_mi + segment_mi + 256
 
 
 @every_engine
@@ -199,7 +201,8 @@ def test_ports_that_are_named_exist(name):
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= known
     for policy in made.of("NetworkPolicy"):
         for rule in policy["spec"]["ingress"]:
-            assert {port["port"] for port in rule["ports"]} <= known
+            # A rule without ports is about a peer that chooses its own.
+            assert {port["port"] for port in rule.get("ports", [])} <= known
 
 
 @every
@@ -342,6 +345,32 @@ def test_a_drain_is_not_held_up(name):
     for one in release(name).of("PodDisruptionBudget"):
         assert one["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
         assert ("minAvailable" in one["spec"]) != ("maxUnavailable" in one["spec"])
+
+
+def test_members_of_a_store_may_reach_each_other_and_their_master():
+    """RDMA passes no policy; over TCP a member listens at ports of its choice."""
+    for name in ("mooncake-rdma", "nodes-rdma"):
+        made = release(name)
+        pods = [*made.of("DaemonSet"), *made.of("Deployment")]
+        own = pods[0]["spec"]["selector"]["matchLabels"]
+        (mine,) = [one for one in policies_of(name) if one["podSelector"]["matchLabels"] == own]
+        assert {"from": [{"podSelector": {"matchLabels": own}}]} in mine["ingress"]
+    master = next(one for one in policies_of("mooncake-rdma") if "mooncake" in str(one))
+    assert master["ingress"][0]["ports"] == [{"port": "rpc"}]
+
+
+def policies_of(name):
+    return [one["spec"] for one in release(name).of("NetworkPolicy")]
+
+
+def test_a_master_is_found_where_the_sidecars_look():
+    made = release("mooncake-rdma")
+    url = tomllib.loads(made.toml())["tiers"]["remote"]["url"]
+    host, _, port = url.removeprefix("mooncake://").partition(":")
+    (service,) = [one for one in made.of("Service") if one["metadata"]["name"] == host]
+    assert [one["port"] for one in service["spec"]["ports"]] == [int(port)]
+    limits = container(made.sidecar_pod(), "kvferry")["resources"]["limits"]
+    assert limits["rdma/hca_shared_devices_a"] == 1
 
 
 def test_notes_name_what_the_cluster_needs():

@@ -59,6 +59,8 @@ REFUSED = [
     ("disk.policy", "some"),
     ("remote.url", "redis://:secret@cache"),
     ("remote.url", "cache:6379"),
+    ("remote.mooncake.segmentSize", "64GB"),
+    ("remote.mooncake.protocol", "ib"),
     ("http.listen", "everywhere"),
     ("http.readiness", "strict"),
     ("monitoring.interval", "15"),
@@ -70,6 +72,22 @@ def test_a_bad_value_is_refused_by_its_name(path, value):
     with pytest.raises(helm_python.HelmError) as refusal:
         render(with_value(path, value))
     assert path.rpartition(".")[2] in str(refusal.value)
+
+
+def test_rdma_needs_a_device():
+    with pytest.raises(helm_python.HelmError, match="device"):
+        render(with_value("remote.mooncake.protocol", "rdma"))
+
+
+def test_two_stores_are_refused():
+    master = {"url": "redis://cache", "mooncake": {"master": {"enabled": True}}}
+    with pytest.raises(helm_python.HelmError, match="leave one out"):
+        render({**MINIMAL, "remote": master})
+
+
+def test_a_store_without_memory_is_refused():
+    with pytest.raises(helm_python.HelmError, match="segmentSize is empty"):
+        render(with_value("remote.mooncake.master.enabled", True))
 
 
 def test_a_claim_of_a_pod_cannot_serve_a_daemonset():

@@ -34,6 +34,7 @@ VARIANTS: Mapping[str, Values] = {
     },
     "nodes-rdma": {
         "mode": "daemonset",
+        "remote": {"url": "mooncake://master.store.svc:50051"},
         "engine": {"enabled": False},
         "daemonset": {"hostNetwork": True, "updateStrategy": {"type": "OnDelete"}},
         "rdma": {"resources": {"rdma/hca_shared_devices_a": 1}, "ipcLock": True},

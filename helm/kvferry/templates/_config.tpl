@@ -14,13 +14,25 @@ tiers:
     paths: {{ include "kvferry.diskDir" . }}
     policy: {{ .Values.disk.policy }}
   {{- end }}
-  {{- if .Values.remote.url }}
+  {{- with include "kvferry.remoteUrl" . }}
   remote:
-    url: {{ .Values.remote.url | quote }}
+    url: {{ . | quote }}
+    {{- with $ }}
     policy: {{ .Values.remote.policy }}
     ttl_s: {{ int64 .Values.remote.ttlSeconds }}
     {{- if .Values.remote.password.existingSecret }}
     password_file: {{ include "kvferry.secretsDir" . }}/store/password
+    {{- end }}
+    {{- if hasPrefix "mooncake:" (include "kvferry.remoteUrl" .) }}
+    protocol: {{ .Values.remote.mooncake.protocol }}
+    {{- if eq .Values.remote.mooncake.protocol "rdma" }}
+    device: {{ .Values.remote.mooncake.device | quote }}
+    {{- end }}
+    replicas: {{ int64 .Values.remote.mooncake.replicas }}
+    {{- with .Values.remote.mooncake.segmentSize }}
+    segment_bytes: {{ printf "%dMiB" (include "kvferry.mebibytes" (dict "key" "remote.mooncake.segmentSize" "value" .) | int64) }}
+    {{- end }}
+    {{- end }}
     {{- end }}
   {{- end }}
 copy:
@@ -36,6 +48,18 @@ log:
   format: json
 limits:
   drain_ms_max: {{ mul 1000 (int64 .Values.sidecar.drainSeconds) }}
+{{- end }}
+
+{{- define "kvferry.remoteUrl" -}}
+{{- if and .Values.remote.mooncake.master.enabled .Values.remote.url -}}
+{{- fail "remote.url and remote.mooncake.master.enabled name two stores: leave one out" -}}
+{{- else if and .Values.remote.mooncake.master.enabled (not .Values.remote.mooncake.segmentSize) -}}
+{{- fail "remote.mooncake.segmentSize is empty: a store whose sidecars give it no memory holds nothing" -}}
+{{- else if .Values.remote.mooncake.master.enabled -}}
+mooncake://{{ include "kvferry.fullname" . }}-mooncake:{{ int64 .Values.remote.mooncake.master.port }}
+{{- else -}}
+{{ .Values.remote.url }}
+{{- end -}}
 {{- end }}
 
 {{- define "kvferry.toml" -}}

@@ -14,6 +14,11 @@
       value: {{ include "kvferry.configDir" . }}/kvferry.toml
     - name: HOME
       value: /tmp
+    {{- if hasPrefix "mooncake:" (include "kvferry.remoteUrl" .) }}
+    # Mooncake's client writes lines of its own: its warnings are enough.
+    - name: GLOG_minloglevel
+      value: "1"
+    {{- end }}
     {{- include "kvferry.gpuEnv" . | trim | nindent 4 }}
     {{- with .Values.sidecar.extraEnv }}
     {{- toYaml . | nindent 4 }}

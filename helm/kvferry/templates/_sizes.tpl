@@ -25,11 +25,15 @@
 {{- $index := add (div $pool 64) (div (mul (int64 .Values.pool.keysMax) 128) 1048576) 64 -}}
 {{- $shm := add $pool $index -}}
 {{- $overhead := include "kvferry.mebibytes" (dict "key" "sidecar.memoryOverhead" "value" .Values.sidecar.memoryOverhead) | int64 -}}
-{{- $memory := add $shm $overhead -}}
+{{- $segment := 0 -}}
+{{- with .Values.remote.mooncake.segmentSize -}}
+{{- $segment = include "kvferry.mebibytes" (dict "key" "remote.mooncake.segmentSize" "value" .) | int64 -}}
+{{- end -}}
+{{- $memory := add $shm $overhead $segment -}}
 {{- if .Values.sidecar.memory -}}
 {{- $own := include "kvferry.mebibytes" (dict "key" "sidecar.memory" "value" .Values.sidecar.memory) | int64 -}}
 {{- if lt $own $memory -}}
-{{- fail (printf "sidecar.memory is %dMi, but the pool with its index takes %dMi and the sidecar itself %dMi: raise sidecar.memory to at least %dMi (or leave it empty), or lower pool.size" $own $shm $overhead $memory) -}}
+{{- fail (printf "sidecar.memory is %dMi, but the pool with its index takes %dMi, the store's segment %dMi and the sidecar itself %dMi: raise sidecar.memory to at least %dMi (or leave it empty), or lower pool.size" $own $shm $segment $overhead $memory) -}}
 {{- end -}}
 {{- $memory = $own -}}
 {{- end -}}
@@ -53,6 +57,7 @@
 {{- end -}}
 {{- end -}}
 poolMi: {{ $pool }}
+segmentMi: {{ $segment }}
 shmMi: {{ $shm }}
 memoryMi: {{ $memory }}
 engineShmMi: {{ $engineShm }}
