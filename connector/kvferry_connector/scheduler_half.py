@@ -108,12 +108,15 @@ class SchedulerHalf:
         if self._lookup.client is not None:
             return
         here = FerryHandshake.of(-1, self._config)
-        ranks = sorted(shake.rank for shake in handshakes if shake.beside(here))
+        # Under a MultiConnector these may be another connector's: vLLM takes the first child's.
+        ours = [shake for shake in handshakes if isinstance(shake, FerryHandshake)]
+        ranks = sorted(shake.rank for shake in ours if shake.beside(here))
         if len(ranks) != self._world_size:
             self.stats.count("ranks_missing")
             logger.error(
                 "only ranks %s of %d use the sidecar in %s of this host: the cache stays off. All "
-                "ranks must run on one node with the same run_dir, and register without an error",
+                "ranks must run on one node with the same run_dir, registering without an error. A "
+                "MultiConnector must name FerryConnector before connectors that shake hands",
                 ranks, self._world_size, here.run_dir,
             )  # fmt: skip
             return

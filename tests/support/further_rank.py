@@ -1,12 +1,16 @@
-"""A rank beside the one that ScriptedNode plays."""
+"""What ranks put out in a step, and a rank beside the one that ScriptedNode plays."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry_connector.jobs import Report
+from kvferry_connector.meta import FerryWorkerMetadata
+from support.other_connector import joined
 from support.scripted_node import StepEnd
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 
 @dataclass
@@ -37,3 +41,20 @@ class FurtherRank:
                 failed = Report(self.rank, "failed", "scripted", self.shorter)
                 own.reports[job], own.failed = [failed], set(first.finished)
         return own
+
+
+def rank_output(
+    outer: Any, names: list[str], sampled: list[list[int]], end: StepEnd
+) -> ModelRunnerOutput:
+    reports = FerryWorkerMetadata(end.reports) if end.reports else None
+    kv_output = KVConnectorOutput(
+        finished_recving=end.finished or None,
+        failed_recving=end.failed,
+        kv_connector_worker_meta=joined(outer, reports),
+    )
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=sampled,
+        kv_connector_output=None if kv_output.is_empty() else kv_output,
+    )

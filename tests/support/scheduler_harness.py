@@ -13,13 +13,14 @@ import torch
 from kvferry_connector.config import read_config
 from kvferry_connector.describe import spec_kind
 from kvferry_connector.entry import FerryConnector
-from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry_connector.meta import FerryHandshake, FerryMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
 from kvferry_sidecar.sessions.model import RankGroup
 from support.contents import Part
-from support.further_rank import FurtherRank
-from support.scripted_node import ScriptedNode, StepEnd
+from support.further_rank import FurtherRank, rank_output
+from support.other_connector import OtherMetadata, children, split, transfer_config
+from support.scripted_node import ScriptedNode
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -50,7 +51,6 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -126,24 +126,18 @@ class SchedulerUnderTest:
         self, folder: Path, blocks: Sequence[int] = (16,), *, num_blocks: int = 64,
         batch: int = 64, policy: str = "recompute", asynchronous: bool = False,
         v2_runner: bool = False, specs: Sequence[Any] = (), retention: int | None = 0,
-        ranks: int = 1, match_unit: int | None = None, **extra: Any,
+        ranks: int = 1, match_unit: int | None = None, beside: str = "", **extra: Any,
     ) -> None:  # fmt: skip
         specs = specs or [full(block) for block in blocks]
         blocks = [spec.block_size for spec in specs]
         vllm_config = make_config(
             folder, block_size=blocks[0], batch=batch, policy=policy,
             asynchronous=asynchronous, extra={"run_dir": str(folder), **extra}, ranks=ranks,
+            beside=beside,
         )  # fmt: skip
         register_all_kvcache_specs(vllm_config)
         init_none_hash(sha256_cbor)
-        kv_config = KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[
-                KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)
-            ],
-            prefix_cache_retention_interval=retention,
-        )
+        kv_config = _kv_config(specs, num_blocks, retention)
         vllm_config.cache_config.num_gpu_blocks = num_blocks
         cache_config = vllm_config.cache_config
         if any(isinstance(spec, MambaSpec) for spec in specs):
@@ -169,12 +163,13 @@ class SchedulerUnderTest:
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = v2_runner
-        connector = self.scheduler.connector
+        self.outer = self.scheduler.connector
+        connector, self.other = children(self.outer)
         assert isinstance(connector, FerryConnector)
         self.connector = connector
         self.half = connector._scheduler
         self.half._make_client = self.node
-        config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        config = read_config({"run_dir": str(folder), **extra})
         connector.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): FerryHandshake.of(rank, config) for rank in range(ranks)}
         )
@@ -184,7 +179,9 @@ class SchedulerUnderTest:
         self.counts: Counter[str] = Counter()
         # The scheduler takes the counts away each step: keep their sums.
         connector.get_kv_connector_stats = self._count
-        self._in_flight: deque[tuple[SchedulerOutput, FerryMetadata, dict[str, Part]]] = deque()
+        self._in_flight: deque[
+            tuple[SchedulerOutput, FerryMetadata, OtherMetadata, dict[str, Part]]
+        ] = deque()
         self._depth = BATCHES_IN_FLIGHT if asynchronous else 1
         self.free_at_start = self.pool.get_num_free_blocks()
         self.outputs: list[SchedulerOutput] = []
@@ -220,27 +217,36 @@ class SchedulerUnderTest:
     def schedule(self) -> SchedulerOutput:
         """One scheduling pass; its output is in flight afterwards."""
         output = self.scheduler.schedule()
-        meta = output.kv_connector_metadata
+        meta, of_other = split(output.kv_connector_metadata)
         assert isinstance(meta, FerryMetadata)
-        self._in_flight.append((output, meta, self._parts(output)))
+        self._in_flight.append((output, meta, of_other, self._parts(output)))
         self.outputs.append(output)
         return output
 
     def process(self) -> None:
         """Run the oldest batch in flight, and take its output."""
-        output, meta, parts = self._in_flight.popleft()
+        output, meta, of_other, parts = self._in_flight.popleft()
         contents = self.node.contents
         contents.begin(output)
         hashes = {name: self.requests[name].block_hashes for name in parts}
         contents.forward(self.node.rules, self.hash_tokens, parts, hashes)
         end = self.node.execute(meta)
+        for name, (blocks, tokens) in of_other.loads.items():
+            self._fill(name, blocks, tokens)
+            end.finished.add(name)
         self._check_pins()
         names = list(output.num_scheduled_tokens)
         sampled = [self._sample(name, parts[name]) for name in names]
         ends = [end, *(rank.step(end) for rank in self.further_ranks)]
-        results = [_rank_output(names, sampled, one) for one in ends]
+        results = [rank_output(self.outer, names, sampled, one) for one in ends]
         whole = self._aggregator.aggregate(results) if self.further_ranks else results[0]
         self.scheduler.update_from_output(output, whole)
+
+    def _fill(self, name: str, blocks: Sequence[int], tokens: int) -> None:
+        """The other connector has loaded so many tokens of a request (one group, H = B)."""
+        hashes = self.requests[name].block_hashes
+        for chunk, block in enumerate(blocks[: tokens // self.unit]):
+            self.node.contents.held[block] = (0, frozenset([hashes[chunk]]))
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -317,17 +323,13 @@ class SchedulerUnderTest:
                 assert block.ref_cnt > 0, f"{running.job} reads free block {block_id}"
 
 
-def _rank_output(names: list[str], sampled: list[list[int]], end: StepEnd) -> ModelRunnerOutput:
-    kv_output = KVConnectorOutput(
-        finished_recving=end.finished or None,
-        failed_recving=end.failed,
-        kv_connector_worker_meta=FerryWorkerMetadata(end.reports) if end.reports else None,
-    )
-    return ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index={name: index for index, name in enumerate(names)},
-        sampled_token_ids=sampled,
-        kv_connector_output=None if kv_output.is_empty() else kv_output,
+def _kv_config(specs: Sequence[Any], num_blocks: int, retention: int | None) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=retention,
     )
 
 
@@ -356,6 +358,7 @@ def loads_of(node: ScriptedNode) -> list[tuple[str, int, int]]:
 def make_config(
     folder: Path, *, block_size: int = 16, batch: int = 64, policy: str = "recompute",
     asynchronous: bool = False, extra: dict[str, Any] | None = None, ranks: int = 1,
+    beside: str = "",
 ) -> VllmConfig:  # fmt: skip
     """A VllmConfig from a config.json in ``folder``; nothing is fetched."""
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -372,11 +375,11 @@ def make_config(
             block_size=block_size, enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",
         ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="FerryConnector", kv_connector_module_path="kvferry_connector",
-            kv_role="kv_both", kv_load_failure_policy=policy,
-            kv_connector_extra_config=extra or {},
-        ),
+        kv_transfer_config=KVTransferConfig(**transfer_config({
+            "kv_connector": "FerryConnector", "kv_connector_module_path": "kvferry_connector",
+            "kv_role": "kv_both", "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": extra or {},
+        }, beside)),
         device_config=DeviceConfig("cpu"),
         parallel_config=ParallelConfig(
             tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni"

@@ -1,0 +1,113 @@
+"""FerryConnector under vLLM's MultiConnector, before and after another connector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvferry_connector.wire import hot
+from support.other_connector import OtherHandshake
+from support.scheduler_harness import SchedulerUnderTest, loads_of, saves_of
+
+PROMPT = list(range(10, 210))
+ORDERS = pytest.mark.parametrize("beside", ["before", "after"])
+
+
+def make(folder: Path, beside: str, **options: Any) -> SchedulerUnderTest:
+    """Our store holds PROMPT's 192 tokens; the other connector offers what a test says."""
+    engine = SchedulerUnderTest(folder, beside=beside, **options)
+    engine.add("warm", PROMPT)
+    engine.run()
+    engine.forget_local()
+    engine.node.jobs.clear()
+    engine.node.messages.clear()
+    return engine
+
+
+@ORDERS
+def test_ours_loads_when_the_other_has_nothing(tmp_path: Path, beside: str) -> None:
+    engine = make(tmp_path, beside)
+    engine.add("b", PROMPT)
+    engine.run()
+    assert loads_of(engine.node) == [("b", 0, 192)]
+    assert engine.other.given["b"] == [0, 0], "real blocks, and no tokens of its own"
+    engine.assert_idle()
+
+
+@ORDERS
+def test_the_first_with_a_hit_loads_and_the_other_lets_go(tmp_path: Path, beside: str) -> None:
+    engine = make(tmp_path, beside)
+    engine.other.offers["b"] = 96
+    engine.add("b", PROMPT)
+    engine.run()
+    if beside == "before":
+        assert loads_of(engine.node) == []
+        released = [number for one in engine.node.sent(hot.Release) for number in one.admissions]
+        assert len(released) == 1, "the lease of what was not chosen"
+        assert engine.other.given["b"] == [96, 0]
+    else:
+        assert loads_of(engine.node) == [("b", 0, 192)]
+        assert engine.other.given["b"] == [0, 0]
+    assert engine.requests["b"].num_output_tokens == 4
+    engine.assert_idle()
+
+
+def test_what_the_other_loaded_is_saved_to_ours(tmp_path: Path) -> None:
+    engine = SchedulerUnderTest(tmp_path, beside="before")
+    engine.other.offers["a"] = 96
+    engine.add("a", PROMPT)
+    engine.run()
+    assert saves_of(engine.node)[0][1] == 0
+    assert len(engine.node.store) == 12
+    engine.forget_local()
+    engine.add("b", PROMPT)
+    engine.run()
+    assert loads_of(engine.node) == [("b", 0, 192)]
+    engine.assert_idle()
+
+
+@ORDERS
+def test_the_others_later_delays_and_keeps_our_lease(tmp_path: Path, beside: str) -> None:
+    engine = make(tmp_path, beside)
+    engine.other.offers["b"] = None
+    engine.add("b", PROMPT)
+    engine.step(5)
+    assert len(engine.node.sent(hot.Ask)) == (0 if beside == "before" else 1)
+    engine.other.offers["b"] = 0
+    engine.run()
+    assert loads_of(engine.node) == [("b", 0, 192)]
+    engine.assert_idle()
+
+
+@ORDERS
+def test_our_failed_load_is_ours_alone(tmp_path: Path, beside: str) -> None:
+    engine = make(tmp_path, beside)
+    engine.node.load_fails = True
+    engine.add("b", PROMPT)
+    engine.run()
+    assert loads_of(engine.node) == [("b", 0, 192)]
+    assert engine.requests["b"].num_output_tokens == 4
+    engine.assert_idle()
+
+
+@ORDERS
+def test_resets_reach_us(tmp_path: Path, beside: str) -> None:
+    engine = make(tmp_path, beside)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("b", PROMPT)
+    engine.run()
+    assert loads_of(engine.node) == []
+    engine.assert_idle()
+
+
+def test_handshakes_of_another_connector_leave_ours_off_and_say_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = SchedulerUnderTest(tmp_path, beside="before")
+    client, engine.half._lookup.client = engine.half._lookup.client, None
+    engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): OtherHandshake()})
+    assert engine.half._lookup.client is None
+    assert "before connectors that shake hands" in caplog.text
+    engine.half._lookup.client = client
+    engine.assert_idle()
