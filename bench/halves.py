@@ -20,7 +20,12 @@ from kvferry_connector.client import Client, Half, Link, MemoryHandle
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.wire import attach, hot
 from kvferry_connector.wire.codec import encode_job
-from kvferry_connector.wire.names import DONE_STEP_OFFSET, FENCE_PAGE_BYTES, NO_VERSION
+from kvferry_connector.wire.names import (
+    BOUND_STEP_OFFSET,
+    DONE_STEP_OFFSET,
+    FENCE_PAGE_BYTES,
+    NO_VERSION,
+)
 
 BLOCK_TOKENS = 16
 HASH_BYTES = 32
@@ -36,14 +41,14 @@ def hashes(count: int, seed: int) -> bytes:
     return np.random.default_rng(seed).bytes(count * HASH_BYTES)
 
 
-def wait_until(condition: Callable[[], T], what: str) -> T:
+def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
     """Return the first truthy value. Raises TimeoutError naming ``what``."""
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if value := condition():
             return value
         time.sleep(0.002)
-    raise TimeoutError(f"after {DEADLINE_S} s still not: {what}")
+    raise TimeoutError(f"after {deadline_s} s still not: {what}")
 
 
 class RawEngine:
@@ -81,7 +86,8 @@ class RawEngine:
         fence_fd = self._memfd(FENCE_PAGE_BYTES)
         with mmap.mmap(fence_fd, FENCE_PAGE_BYTES) as page:
             # Every step has passed: the figures are of probes and copies, not of fences.
-            page[DONE_STEP_OFFSET : DONE_STEP_OFFSET + 8] = (1 << 40).to_bytes(8, "little")
+            for offset in (BOUND_STEP_OFFSET, DONE_STEP_OFFSET):
+                page[offset : offset + 8] = (1 << 40).to_bytes(8, "little")
         layers = [f"layer.{group}" for group in range(self.groups)]
         registration = attach.RegisterRank(
             serial=1,
@@ -153,10 +159,7 @@ class RawEngine:
     # --- jobs --------------------------------------------------------------------------------
 
     def save(self, raw: bytes) -> float:
-        """Save every chunk of these hashes on every rank; return the seconds until all reported.
-
-        Raises RuntimeError when a rank reports anything but done.
-        """
+        """Save every chunk of these hashes on every rank; return the seconds until all reported."""
         self._jobs += 1
         chunks = len(raw) // HASH_BYTES
         ids = np.concatenate(
@@ -176,7 +179,29 @@ class RawEngine:
             hash_bytes=HASH_BYTES,
             tables=[hot.TableSlice(group, 0, chunks) for group in range(self.groups)],
         )
-        body, frames = encode_job(job), (ids.tobytes(), raw)
+        return self._run(job, (ids.tobytes(), raw))
+
+    def load(self, admission: int, tokens: int) -> float:
+        """Load a leased prefix on every rank; return the seconds until all reported."""
+        self._jobs += 1
+        chunks = tokens // BLOCK_TOKENS
+        ids = np.arange(1, chunks * self.groups + 1, dtype="<i4")
+        job = hot.LoadJob(
+            job=self._jobs,
+            life=self._life,
+            version=NO_VERSION,
+            request=f"request-{admission}",
+            admission=admission,
+            step=1,
+            local_tokens=0,
+            total_tokens=tokens,
+            tables=[hot.TableSlice(group, 0, chunks) for group in range(self.groups)],
+        )
+        return self._run(job, (ids.tobytes(),))
+
+    def _run(self, job: hot.Job, frames: tuple[bytes, ...]) -> float:
+        """Submit a job on every rank. Raises RuntimeError when one reports anything but done."""
+        body = encode_job(job)
         start = time.perf_counter()
         for worker, link in zip(self.workers, self._links, strict=True):
             self._send(worker, link, hot.Submit(body), frames)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from bench.common import Figure, at_least, machine
 
-BENCHES = ("copy_engine", "index", "probe", "hooks", "path", "memory", "demo")
+BENCHES = ("copy_engine", "index", "probe", "hooks", "path", "memory", "observe", "demo")
 RESULTS = Path(__file__).parent / "results" / "latest.json"
 
 

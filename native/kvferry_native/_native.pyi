@@ -72,7 +72,9 @@ class Pool:
     def refresh(self, keys: NDArray[np.uint8]) -> None:
         """Mark the leading ready keys recently used, tail first: the head goes last."""
     def present(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
-    def being_written(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
+    def absence(self, key: NDArray[np.uint8]) -> float:
+        """Why a key (1, 16) is not ready: -2 it is being written, -1 nothing is known of it (any
+        more), else the seconds since it was evicted."""
     def lease(self, keys: NDArray[np.uint8], use: bool = True) -> NDArray[np.uint32]:
         """Lease the leading ready keys; returns their entry ids (len <= n).
 

@@ -151,10 +151,16 @@ auto py_present(PyPool& self, const Keys& keys) {
     return out.take();
 }
 
-auto py_being_written(PyPool& self, const Keys& keys) {
-    NewArray<bool> out(keys.shape(0));
-    self.get().being_written(view(keys), out.data());
-    return out.take();
+double py_absence(PyPool& self, const Keys& key) {
+    if (key.shape(0) != 1) {
+        throw std::invalid_argument("absence: one key, (1, 16)");
+    }
+    const kvferry::Key one = view(key)[0];
+    if (self.get().being_written(one)) {
+        return -2.0;
+    }
+    const int64_t age_ms = self.get().evicted_age_ms(one);
+    return age_ms < 0 ? -1.0 : static_cast<double>(age_ms) / 1000;
 }
 
 nb::bytes py_take_evicted(PyPool& self) {
@@ -247,7 +253,7 @@ void bind_lookups(nb::class_<PyPool>& pool) {
             "refresh", [](PyPool& self, const Keys& keys) { self.get().refresh(view(keys)); },
             "keys"_a.noconvert())
         .def("present", &py_present, "keys"_a.noconvert())
-        .def("being_written", &py_being_written, "keys"_a.noconvert())
+        .def("absence", &py_absence, "key"_a.noconvert())
         .def("payload_offsets", &py_payload_offsets, "entries"_a.noconvert())
         .def("crcs", &py_crcs, "entries"_a.noconvert(), "shard"_a)
         .def("seeds", &py_seeds, "entries"_a.noconvert())

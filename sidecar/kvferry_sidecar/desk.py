@@ -27,7 +27,7 @@ from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.registry import Registry
 from kvferry_sidecar.stages.snapshot import PipelineSnapshot
-from kvferry_sidecar.stages.views import JobView, LeaseView
+from kvferry_sidecar.stages.views import GroupView, JobView, LeaseView
 from kvferry_sidecar.tiers.host import HostTier
 from kvferry_sidecar.transport import Transport
 
@@ -143,6 +143,13 @@ class Desk:
         """Return what is leased."""
         return self._parts.pipeline.leases(now_s)
 
+    def groups(self, engine: str, total_tokens: int) -> list[GroupView]:
+        """Return what a hit of this length needs of each group. Raises RequestError."""
+        for session in self._parts.registry.sessions:
+            if "/".join(session.key) == engine:
+                return self._parts.pipeline.groups(session, total_tokens)
+        raise RequestError(f"no engine {engine!r} is attached", "see /api/v1/sessions")
+
     def prefixes(self, count: int) -> list[Hot]:
         """Return the prefixes that hit most."""
         return self._parts.pipeline.prefixes.hottest(count)
@@ -222,7 +229,7 @@ class Desk:
             frames_refused=dict(parts.transport.counters),
             log_lines_lost=self._lines.lost,
             turn_seconds=stats.turn_seconds,
-            message_seconds=parts.transport.seconds.reading(),
+            message_seconds=parts.transport.seconds(),
         )
 
 

@@ -62,7 +62,6 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # What is remembered for operators.
     records_max: int = 10_000  # last requests that `kvferry explain` knows
     announced_keys_max: int = 262_144  # objects whose removal an engine's KV events will tell
-    evicted_keys_max: int = 65_536  # evicted chunks that are still known as such
 
     # What one registration may contain.
     groups_max: int = 64  # KV cache groups of one rank

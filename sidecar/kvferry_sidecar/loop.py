@@ -80,7 +80,7 @@ class Loop:
         self._longest_turn_s = 0.0
         self._last_turn_at_s = clock()
         self._handler_errors = 0
-        self._turn_seconds = Histogram(SECONDS)
+        self._turn_seconds = Histogram(SECONDS[3:])
 
     @property
     def last_turn_at_s(self) -> float:

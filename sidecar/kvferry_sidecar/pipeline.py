@@ -59,7 +59,14 @@ from kvferry_sidecar.stages.parts import End
 from kvferry_sidecar.stages.probes import Probes
 from kvferry_sidecar.stages.snapshot import PipelineSnapshot
 from kvferry_sidecar.stages.stores import StoreDesk, Tier
-from kvferry_sidecar.stages.views import JobView, LeaseView, job_views, lease_views
+from kvferry_sidecar.stages.views import (
+    GroupView,
+    JobView,
+    LeaseView,
+    group_views,
+    job_views,
+    lease_views,
+)
 from kvferry_sidecar.tiers.host import HostTier
 
 __all__ = ["Pipeline", "PipelineSnapshot"]
@@ -272,6 +279,11 @@ class Pipeline:
         """What is leased, least recently confirmed first."""
         return lease_views(self._core.leases.all(), self.records, now_s)
 
+    def groups(self, session: Session, total_tokens: int) -> list[GroupView]:
+        """What a hit of this length needs of each group; none while a rank is missing."""
+        shape = self._core.shape(session)
+        return [] if shape is None else group_views(shape, total_tokens)
+
     def drop_stale_leases(self, idle_s: float, now_s: float, *, count_only: bool) -> int:
         """Drop leases that no job owns and nothing confirmed for ``idle_s``."""
         return self._core.leases.drop_stale(idle_s, now_s, count_only=count_only)
@@ -328,9 +340,9 @@ class Pipeline:
             violations=list(self._violations),
             queues=self._jobs.desk.queues(),
             oldest_job_s=self._jobs.oldest_s(now_s),
-            ends=dict(ledger.ends),
-            stage_seconds=ledger.seconds.reading(),
-            part_bytes=ledger.bytes.reading(),
+            ends=ledger.ends(),
+            stage_seconds=ledger.stage_seconds(),
+            part_bytes=ledger.part_bytes(),
             journal=core.journal.reading(),
             tiers=self._stores.snapshots(),
             staging=dict(self._probes.staging.counts),

@@ -33,7 +33,7 @@ from structlog.typing import FilteringBoundLogger as Log
 from kvferry_sidecar.errors import RunDirError
 from kvferry_sidecar.faults.frames import FrameFaults
 from kvferry_sidecar.limits import Limits
-from kvferry_sidecar.outcomes.histogram import SECONDS, Histograms
+from kvferry_sidecar.outcomes.histogram import SECONDS, Histogram, HistogramReading
 from kvferry_sidecar.sessions.model import Peer
 
 _REMEDY_STALE = "attach again: the sidecar or this half has a new epoch or generation"
@@ -46,7 +46,7 @@ class Transport:
 
     ``find``: routing id -> the half it belongs to, None for a foreign one. ``on_message`` gets
     (peer, message, raw frames, now_s). ``counters``: refused and dropped frames by reason.
-    ``seconds``: handling one message, by kind. ``faults``: what stands in a frame's way in tests.
+    ``faults``: what stands in a frame's way in tests.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Transport:
         self._messages_per_turn_max = limits.messages_per_turn_max
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
-        self.seconds = Histograms(SECONDS)
+        self._seconds: dict[type, Histogram] = {k: Histogram(SECONDS) for k in (Probe, Ask, Submit)}
         try:
             self._socket = context.socket(zmq.ROUTER)
         except zmq.ZMQError as error:
@@ -141,6 +141,10 @@ class Transport:
                 raise
             self.counters["send_unreachable"] += 1
 
+    def seconds(self) -> dict[str, HistogramReading]:
+        """Handling one message of the kinds that matter: lookups and submits."""
+        return {kind.__name__: one.reading() for kind, one in self._seconds.items()}
+
     def close(self) -> None:
         """Close the socket; its file goes with it."""
         self._socket.close(linger=0)
@@ -164,12 +168,14 @@ class Transport:
         except WireError as error:
             self._refuse(peer, "malformed", str(error), _REMEDY_WIRE)
             return
-        began_s = time.perf_counter()
+        timed = self._seconds.get(type(message))
+        began_s = time.perf_counter() if timed is not None else 0.0
         try:
             self._on_message(peer, message, frames[2:], now_s)
         except Exception as error:  # noqa: BLE001 - answered and logged; other halves go on
             self._failed(peer, message, error)
-        self.seconds.observe(type(message).__name__, time.perf_counter() - began_s)
+        if timed is not None:
+            timed.observe(time.perf_counter() - began_s)
 
     def _refuse(self, peer: Peer, code: str, text: str, remedy: str) -> None:
         self.counters[code] += 1

@@ -6,6 +6,8 @@ evicted. Any misuse (commit of a free slot, release without a lease) fails the t
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -34,7 +36,9 @@ class FakePool:
         self._next = 1
         self._clock = 0
         self.evictions = 0
+        self._evicted_s: dict[bytes, float] = {}
         self._evicted = b""
+        self.clock: Callable[[], float] = time.monotonic
 
     def recover(self) -> None:
         """Be as found after kill -9: what is not ready is free, leases are gone."""
@@ -56,11 +60,12 @@ class FakePool:
     def present(self, keys: np.ndarray) -> np.ndarray:
         return np.array([self._ready(key.tobytes()) is not None for key in keys], dtype=np.bool_)
 
-    def being_written(self, keys: np.ndarray) -> np.ndarray:
-        found = [self._index.get(key.tobytes()) for key in keys]
-        return np.array(
-            [n is not None and self._entries[n].state == "writing" for n in found], dtype=np.bool_
-        )
+    def absence(self, key: np.ndarray) -> float:
+        number = self._index.get(key.tobytes())
+        if number is not None and self._entries[number].state == "writing":
+            return -2.0
+        at_s = self._evicted_s.get(key.tobytes())
+        return -1.0 if at_s is None else self.clock() - at_s
 
     def refresh(self, keys: np.ndarray) -> None:
         for key in reversed(keys[: self.prefix(keys)]):
@@ -108,6 +113,7 @@ class FakePool:
         if not idle:
             return False
         number = min(idle)[1]
+        self._evicted_s[self._entries[number].key] = self.clock()
         self._evicted += self._entries[number].key
         self._drop(number)
         self.evictions += 1

@@ -170,6 +170,7 @@ class Bed:
 
     def __post_init__(self) -> None:
         self.pool = FakePool(self.slots)
+        self.pool.clock = lambda: self.now_s
         self.copies = FakeCopies()
         self.log = NullLog()
         self.slow = [

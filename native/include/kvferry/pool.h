@@ -14,6 +14,7 @@
 #include "kvferry/key_mix.h"
 #include "kvferry/pool_buckets.h"
 #include "kvferry/pool_format.h"
+#include "kvferry/pool_ghosts.h"
 #include "kvferry/pool_lists.h"
 #include "kvferry/pool_segment.h"
 #include "kvferry/pool_slabs.h"
@@ -71,7 +72,8 @@ class Pool {
     // the continuation of a prefix calls it, or the head would be evicted before its tail.
     void refresh(KeyView keys);
     void present(KeyView keys, bool* out) const;
-    void being_written(KeyView keys, bool* out) const;
+    // Whether a key is reserved and not committed yet.
+    bool being_written(const Key& key) const;
 
     // Leases the leading ready keys and returns their ids. An entry that has all the leases it can
     // count (65,535) ends the prefix.
@@ -88,6 +90,8 @@ class Pool {
     uint64_t clear();
     // The keys that were evicted since the last call, at most kEvictedMax, oldest first.
     std::vector<Key> take_evicted() { return std::exchange(evicted_, {}); }
+    // Milliseconds since a key was evicted by this process; -1 where that is not known (any more).
+    int64_t evicted_age_ms(const Key& key) const { return ghosts_.age_ms(key); }
 
     // Of entries in any state but free
     void payload_offsets(Ids ids, uint64_t* out) const;
@@ -121,7 +125,6 @@ class Pool {
     void push_free_id(uint32_t id);
     uint32_t pop_free_id();
     void find_ready_prefix(KeyView keys, std::vector<uint32_t>* ids, size_t* count) const;
-    void which(KeyView keys, EntryState state, bool* out) const;
     Trailer& trailer(const Entry& entry) const;
 
     // pool_reserve.cpp
@@ -154,6 +157,7 @@ class Pool {
     uint64_t leased_ = 0;
     uint64_t evictions_ = 0;
     uint64_t dropped_before_reuse_ = 0;
+    Ghosts ghosts_;
     std::vector<Key> evicted_;
     Recovered recovered_;
 };

@@ -85,21 +85,19 @@ void Pool::refresh(KeyView keys) {
     }
 }
 
+bool Pool::being_written(const Key& key) const {
+    const uint32_t id = buckets_.find(key);
+    return id != kNone && entries_[id].load_state() == EntryState::kWriting;
+}
+
 void Pool::present(KeyView keys, bool* out) const {
-    which(keys, EntryState::kReady, out);
-}
-
-void Pool::being_written(KeyView keys, bool* out) const {
-    which(keys, EntryState::kWriting, out);
-}
-
-void Pool::which(KeyView keys, EntryState state, bool* out) const {
     uint32_t found[Buckets::kGroup];
     for (size_t at = 0; at < keys.size(); at += Buckets::kGroup) {
         const size_t n = std::min(Buckets::kGroup, keys.size() - at);
         buckets_.find_group(keys.from(at, n), found);
         for (size_t i = 0; i < n; ++i) {
-            out[at + i] = found[i] != kNone && entries_[found[i]].load_state() == state;
+            out[at + i] =
+                found[i] != kNone && entries_[found[i]].load_state() == EntryState::kReady;
         }
     }
 }

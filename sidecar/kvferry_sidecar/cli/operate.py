@@ -100,8 +100,8 @@ def _story(one: RecordView) -> str:
         facts += [f"{event.seconds * 1e3:.2f} ms"] if event.seconds else []
         facts += [event.detail] if event.detail else []
         lines.append(f"  {event.after_s * 1e3:10.2f} ms  {event.what:<12} {', '.join(facts)}")
-    if one.events_lost:
-        lines.append(f"  and {one.events_lost} more")
+    if one.jobs_lost:
+        lines.append(f"  and {one.jobs_lost} more jobs")
     return "\n".join(lines).rstrip()
 
 

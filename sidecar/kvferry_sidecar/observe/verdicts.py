@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvferry_sidecar.outcomes.ledger import STAGES
 from kvferry_sidecar.outcomes.reasons import EXPLANATIONS, Reason
-from kvferry_sidecar.outcomes.records import Record
+from kvferry_sidecar.outcomes.records import JobEnd, Record
 
 
 class EventView(msgspec.Struct, frozen=True):
@@ -13,10 +14,10 @@ class EventView(msgspec.Struct, frozen=True):
 
     after_s: float
     what: str
-    tokens: int
-    moved_bytes: int
-    seconds: float
-    detail: str
+    tokens: int = 0
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    detail: str = ""
 
 
 class RecordView(msgspec.Struct, frozen=True):
@@ -41,19 +42,19 @@ class RecordView(msgspec.Struct, frozen=True):
     asks: int = 0
     saved_objects: int = 0
     timeline: list[EventView] = []
-    events_lost: int = 0
+    jobs_lost: int = 0
 
 
 def view(record: Record, now_s: float, *, timeline: bool) -> RecordView:
     """Return a record for readers; without its timeline where many are listed."""
-    events = list(record.events)
     reason = record.load_reason or record.why.reason
+    times = [record.hint_s, record.answer_s, record.ended_s, *(j.ended_s for j in record.jobs)]
     return RecordView(
         request=record.request,
-        engine=record.engine,
+        engine="/".join(record.engine),
         admission=record.admission,
         age_s=now_s - record.at_s,
-        took_s=max((event.at_s for event in events), default=record.at_s) - record.at_s,
+        took_s=max(0.0, max(times) - record.at_s),
         prompt_tokens=record.prompt_tokens,
         local_tokens=record.local_tokens or 0,
         wanted_tokens=record.wanted_tokens,
@@ -64,11 +65,44 @@ def view(record: Record, now_s: float, *, timeline: bool) -> RecordView:
         ended=record.ended_s > 0,
         verdict=verdict(record),
         remedy=EXPLANATIONS[reason].remedy if reason else "",
-        sources=dict(record.sources),
+        sources=dict(record.sources or {}),
         asks=record.asks,
         saved_objects=record.saved_objects,
-        timeline=[EventView(e.at_s - record.at_s, *e[1:]) for e in events] if timeline else [],
-        events_lost=record.events_lost,
+        timeline=_timeline(record) if timeline else [],
+        jobs_lost=record.jobs_lost,
+    )
+
+
+def _timeline(record: Record) -> list[EventView]:
+    """Return what happened, in order."""
+    points = [(record.at_s, EventView(0.0, "hashes", record.prompt_tokens))]
+    if record.hint_tokens is not None:
+        points.append((record.hint_s, EventView(0.0, "hint", record.hint_tokens)))
+    if record.answer_s:
+        detail = f"ask {record.asks}" if record.asks > 1 else ""
+        answer = EventView(0.0, "answer", record.offered_tokens, detail=detail)
+        points.append((record.answer_s, answer))
+    if record.load_s:
+        points.append((record.load_s, EventView(0.0, "load", record.offered_tokens)))
+    points += [(job.ended_s, _job(job)) for job in list(record.jobs)]
+    if record.ended_s:
+        points.append((record.ended_s, EventView(0.0, "released")))
+    return [
+        msgspec.structs.replace(event, after_s=at_s - record.at_s)
+        for at_s, event in sorted(points, key=lambda point: point[0])
+    ]
+
+
+def _job(job: JobEnd) -> EventView:
+    spent = zip(STAGES, job.stages, strict=True)
+    detail = ", ".join(f"{stage} {seconds * 1e3:.2f} ms" for stage, seconds in spent)
+    return EventView(
+        after_s=0.0,
+        what=f"{job.kind} {job.status}",
+        tokens=job.end_tokens,
+        moved_bytes=job.moved_bytes,
+        seconds=job.ended_s - job.opened_s,
+        detail=f"{job.reason}, {detail}" if job.reason else detail,
     )
 
 
@@ -107,7 +141,7 @@ def _answer(record: Record, why: str) -> str:
         if record.wanted_tokens <= local:
             return "Nothing to load: the engine had all that could hit itself."
         return f"No hit{beyond}: {why}." if why else f"No hit{beyond}."
-    sources = ", ".join(f"{count:,} from {tier}" for tier, count in record.sources.items())
+    sources = ", ".join(f"{count:,} from {tier}" for tier, count in (record.sources or {}).items())
     whole = f"Hit {tokens:,} tokens{beyond} ({sources})"
     short = record.wanted_tokens - record.offered_tokens
     return f"{whole}; the other {short:,} missed: {why}." if short > 0 and why else f"{whole}."

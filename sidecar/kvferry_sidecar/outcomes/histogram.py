@@ -44,37 +44,20 @@ class HistogramReading(msgspec.Struct, frozen=True):
 class Histogram:
     """Counts of values by bucket. Owned by the control loop."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_first", "_sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
+        self._first = bounds[0]  # most values of a loop's turn: no bisection
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+        counts = self._counts
+        counts[0 if value <= self._first else bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def reading(self) -> HistogramReading:
         """Return what was counted so far."""
         return HistogramReading(self._bounds, list(self._counts), self._sum)
-
-
-class Histograms:
-    """Histograms by name, made when first needed. Names are few and fixed in the code."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._named: dict[str, Histogram] = {}
-
-    def observe(self, name: str, value: float) -> None:
-        """Count one value under a name."""
-        one = self._named.get(name)
-        if one is None:
-            one = self._named[name] = Histogram(self._bounds)
-        one.observe(value)
-
-    def reading(self) -> dict[str, HistogramReading]:
-        """Return all of them."""
-        return {name: one.reading() for name, one in self._named.items()}

@@ -6,16 +6,18 @@ Metrics are derived from here, so they cannot drift from what was reported to th
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 from kvferry_connector.wire.hot import JobStatusName
 
-from kvferry_sidecar.outcomes.histogram import BYTES, SECONDS, Histograms
+from kvferry_sidecar.outcomes.histogram import BYTES, SECONDS, Histogram, HistogramReading
 from kvferry_sidecar.outcomes.reasons import Reason
 
+KINDS = ("load", "save")
+STAGES = ("fence", "queue", "copy")  # waiting for the engine's step, for its turn, being copied
 SessionName = tuple[str, str]  # (engine_id, instance_id): sessions.model.SessionKey
 
 
@@ -77,9 +79,9 @@ class Ledger:
         self._sessions: OrderedDict[SessionName, _Account] = OrderedDict()
         self._open: dict[PartKey, tuple[SessionName, str]] = {}
         self._faults: list[str] = []
-        self.ends: Counter[str] = Counter()  # parts by "kind/status/reason"
-        self.seconds = Histograms(SECONDS)  # by "kind/stage"
-        self.bytes = Histograms(BYTES)  # of parts, by kind
+        self._ends: Counter[tuple[str, str, str]] = Counter()
+        self._stages = {kind: [Histogram(SECONDS) for _ in STAGES] for kind in KINDS}
+        self._bytes = {kind: Histogram(BYTES) for kind in KINDS}
 
     def accept(self, session: SessionName, part: PartKey, kind: str) -> None:
         """A part was taken; it must end exactly once. ``kind`` is "load" or "save"."""
@@ -99,18 +101,18 @@ class Ledger:
         moved_bytes: int,
         seconds: float,
         *,
-        stages: Mapping[str, float] | None = None,
+        stages: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> None:
-        """The one end of an accepted part, after its copies stopped; ``stages``: its seconds."""
+        """The one end of an accepted part, after its copies stopped; ``stages``: see STAGES."""
         entry = self._open.pop(part, None)
         if entry is None:
             self._fault(f"{part} ended without being open")
             return
         session, kind = entry
-        self.ends[f"{kind}/{status}/{reason}"] += 1
-        self.bytes.observe(kind, moved_bytes)
-        for stage, spent_s in (stages or {}).items():
-            self.seconds.observe(f"{kind}/{stage}", spent_s)
+        self._ends[kind, status, reason] += 1
+        self._bytes[kind].observe(moved_bytes)
+        for histogram, spent_s in zip(self._stages[kind], stages, strict=True):
+            histogram.observe(spent_s)
         for account in (self._all, self._account(session)):
             account.open -= 1
             account.ended[status] += 1
@@ -137,6 +139,22 @@ class Ledger:
     def sessions(self) -> dict[str, Totals]:
         """The readings by session, "engine/instance"."""
         return {f"{key[0]}/{key[1]}": a.totals() for key, a in self._sessions.items()}
+
+    def ends(self) -> dict[str, int]:
+        """Parts that ended, by "kind/status/reason"."""
+        return {"/".join(key): count for key, count in self._ends.items()}
+
+    def stage_seconds(self) -> dict[str, HistogramReading]:
+        """Seconds of parts, by "kind/stage"."""
+        return {
+            f"{kind}/{stage}": histogram.reading()
+            for kind, histograms in self._stages.items()
+            for stage, histogram in zip(STAGES, histograms, strict=True)
+        }
+
+    def part_bytes(self) -> dict[str, HistogramReading]:
+        """Bytes of parts, by kind."""
+        return {kind: histogram.reading() for kind, histogram in self._bytes.items()}
 
     def integrity(self, running: Collection[PartKey]) -> list[str]:
         """Violations of the account; ``running`` are the parts that really are open."""

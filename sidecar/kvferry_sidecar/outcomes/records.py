@@ -1,32 +1,22 @@
-"""What became of the last requests: a ring with a short timeline per admission.
+"""What became of the last requests: one record per admission, in a ring.
 
-The control loop writes; other threads may read a record at any time. So a record only grows:
-its events are appended, its other fields are set once per stage and never taken back.
+The control loop writes, several times per request, so a record is plain fields: its timeline is
+made when somebody asks. Other threads may read it at any time: every field is set once per stage
+and never taken back.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvferry_sidecar.outcomes.reasons import Reason
 
-events_max = 48  # of one record; further ones are counted
+jobs_max = 32  # of one record; further ones are counted
 prefixes_max = 512  # hottest prefixes that are told apart
 RecordKey = tuple[bytes, int]  # (life of the scheduler half, admission)
-
-
-class Event(NamedTuple):
-    """One thing that happened at ``at_s`` (monotonic). ``seconds``: how long it took."""
-
-    at_s: float
-    what: str
-    tokens: int = 0
-    moved_bytes: int = 0
-    seconds: float = 0.0
-    detail: str = ""
 
 
 class Why(NamedTuple):
@@ -36,43 +26,59 @@ class Why(NamedTuple):
     detail: str = ""
 
 
-_NOTHING = Why(Reason.NONE)
+class JobEnd(NamedTuple):
+    """One settled job. ``stages``: seconds of its slowest rank at its fence, queued, copied."""
+
+    kind: str
+    status: str
+    reason: Reason
+    end_tokens: int
+    moved_bytes: int
+    opened_s: float
+    ended_s: float
+    stages: tuple[float, float, float]
+
+
+NO_WHY = Why(Reason.NONE)
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One admission of one request. Token counts are prefixes from token 0.
+    """One admission of one request. Token counts are prefixes from token 0, times monotonic.
 
     ``wanted_tokens`` is the longest hit that was possible, ``offered_tokens`` what was leased.
     """
 
-    engine: str
+    engine: tuple[str, str]
     request: str
     admission: int
     at_s: float
     prompt_tokens: int
     hint_tokens: int | None = None
+    hint_s: float = 0.0
     local_tokens: int | None = None
     wanted_tokens: int = 0
     offered_tokens: int = 0
-    sources: Mapping[str, int] = field(default_factory=dict)
-    why: Why = _NOTHING
+    answer_s: float = 0.0
+    sources: Mapping[str, int] | None = None
+    why: Why = NO_WHY
     asks: int = 0
     load: str = ""  # "", "open", "done", "failed", "cancelled"
+    load_s: float = 0.0
     load_reason: Reason = Reason.NONE
     loaded_tokens: int = 0
     saves: int = 0
     saved_objects: int = 0
     ended_s: float = 0.0  # the engine forgot it
-    events: list[Event] = field(default_factory=list)
-    events_lost: int = 0
+    jobs: tuple[JobEnd, ...] = ()
+    jobs_lost: int = 0
 
-    def note(self, event: Event) -> None:
-        """Append one event, as long as there is room."""
-        if len(self.events) < events_max:
-            self.events.append(event)
+    def settled(self, job: JobEnd) -> None:
+        """Append one job, as long as there is room."""
+        if len(self.jobs) < jobs_max:
+            self.jobs += (job,)
         else:
-            self.events_lost += 1
+            self.jobs_lost += 1
 
 
 class Records:
@@ -104,15 +110,16 @@ class Records:
         return len(self._ring)
 
 
-class Hot(NamedTuple):
-    """One of the hottest prefixes: its first chunk's key, and what was loaded of it."""
+@dataclass(slots=True, eq=False)
+class Hot:
+    """One of the hottest prefixes: its first chunk's key, and what was offered of it."""
 
-    key: str
-    engine: str
-    hits: int
-    hit_tokens: int
-    longest_tokens: int
-    last_use_s: float
+    key: bytes
+    engine: tuple[str, str]
+    hits: int = 0
+    hit_tokens: int = 0
+    longest_tokens: int = 0
+    last_use_s: float = 0.0
 
 
 class Prefixes:
@@ -123,49 +130,23 @@ class Prefixes:
         self._named: dict[bytes, Hot] = {}
         self.dropped = 0
 
-    def hit(self, key: bytes, engine: str, tokens: int, total_tokens: int, now_s: float) -> None:
+    def hit(
+        self, key: bytes, engine: tuple[str, str], tokens: int, total_tokens: int, now_s: float
+    ) -> None:
         """Count a hit of ``tokens`` that ends at ``total_tokens``."""
-        known = self._named.get(key)
-        if known is None:
+        hot = self._named.get(key)
+        if hot is None:
             if len(self._named) >= self._prefixes_max:
                 least = min(self._named, key=lambda one: self._named[one].hit_tokens)
                 del self._named[least]
                 self.dropped += 1
-            known = Hot(key.hex(), engine, 0, 0, 0, now_s)
-        self._named[key] = Hot(
-            known.key,
-            engine,
-            known.hits + 1,
-            known.hit_tokens + tokens,
-            max(known.longest_tokens, total_tokens),
-            now_s,
-        )
+            hot = self._named[key] = Hot(key, engine)
+        hot.hits += 1
+        hot.hit_tokens += tokens
+        hot.longest_tokens = max(hot.longest_tokens, total_tokens)
+        hot.last_use_s = now_s
 
     def hottest(self, count: int) -> list[Hot]:
-        """Return those with the most tokens."""
-        return sorted(self._named.values(), key=lambda one: -one.hit_tokens)[:count]
-
-
-class Evicted:
-    """When which key left the pool: bounded, the oldest is forgotten first."""
-
-    def __init__(self, keys_max: int) -> None:
-        self._keys_max = keys_max
-        self._at_s: OrderedDict[bytes, float] = OrderedDict()
-
-    def note(self, keys: bytes, now_s: float) -> None:
-        """These 16-byte keys were evicted."""
-        at_s = self._at_s
-        for begin in range(0, len(keys), 16):
-            key = keys[begin : begin + 16]
-            at_s.pop(key, None)
-            at_s[key] = now_s
-        while len(at_s) > self._keys_max:
-            at_s.popitem(last=False)
-
-    def at_s(self, key: bytes) -> float | None:
-        """Return when a key was evicted last, None where that is not known."""
-        return self._at_s.get(key)
-
-    def __len__(self) -> int:
-        return len(self._at_s)
+        """Return those with the most tokens, as they are now."""
+        found = sorted(self._named.values(), key=lambda one: -one.hit_tokens)
+        return [replace(one) for one in found[:count]]

@@ -53,11 +53,9 @@ class Core:
     damaged_chunks: int = 0  # dropped with or behind a checksum mismatch
     _shapes: dict[SessionKey, SessionShape] = field(default_factory=dict)
 
-    def note_evictions(self, now_s: float) -> None:
+    def note_evictions(self) -> None:
         """Room was made in the pool: say whose objects have left it."""
-        keys = self.pool.take_evicted()
-        self.journal.evicted.note(keys, now_s)
-        self.announcer.left(keys)
+        self.announcer.left(self.pool.take_evicted())
 
     def shape(self, session: Session) -> SessionShape | None:
         """Return the session's groups and shards; None until every local rank registered."""

@@ -211,7 +211,7 @@ class Jobs:
             opened = self._open(session, shape, job, raw, now_s)
             if isinstance(opened, JobRun):
                 self._enter(opened, digest)
-                self._core.note_evictions(now_s)
+                self._core.note_evictions()
                 self._core.journal.opened(opened, now_s)
             return opened
         if run.digest != digest:
@@ -265,6 +265,7 @@ class Jobs:
         """Nothing of the part runs any more: settle the job if it was the last, then report."""
         part.end = end = self._conclude(part)
         part.ended_s = now_s
+        part.moved_bytes = sum(result.moved_bytes for _, result in part.results)
         del self._parts[part.key]
         _uncount(self._parts_of, part.key.generation)
         if not part.peer_gone:

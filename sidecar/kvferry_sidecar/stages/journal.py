@@ -12,14 +12,16 @@ from kvferry_connector.wire.hot import Answer, Ask, JobStatusName, LoadJob, Prob
 
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.outcomes.reasons import Reason
-from kvferry_sidecar.outcomes.records import Event, Evicted, Prefixes, Record, Records, Why
-from kvferry_sidecar.sessions.admissions import Admission, Keys
+from kvferry_sidecar.outcomes.records import NO_WHY, JobEnd, Prefixes, Record, Records, Why
+from kvferry_sidecar.sessions.admissions import Admission
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.parts import JobRun
 from kvferry_sidecar.stages.shape import SessionShape
 from kvferry_sidecar.stages.snapshot import JournalReading
 from kvferry_sidecar.stages.why import Namespaces, why_short
 from kvferry_sidecar.tiers.host import HostTier
+
+request_chars_max = 256
 
 
 class Journal:
@@ -28,7 +30,6 @@ class Journal:
     def __init__(self, pool: HostTier, limits: Limits) -> None:
         self._pool = pool
         self.records = Records(limits.records_max)
-        self.evicted = Evicted(limits.evicted_keys_max)
         self.prefixes = Prefixes()
         self.namespaces = Namespaces()
         self.hit_tokens: Counter[str] = Counter()  # by tier
@@ -47,22 +48,21 @@ class Journal:
             saved_objects=self.saved_objects,
             records=len(self.records),
             records_dropped=self.records.dropped,
-            evicted_keys=len(self.evicted),
         )
 
     # --- lookups ------------------------------------------------------------------------------
 
     def probed(self, peer: Peer, probe: Probe, now_s: float, declined: Reason | None) -> None:
         """Hashes of a request came; ``declined``: they were not taken."""
-        key = (peer.session.life, probe.admission)
+        session = peer.session
+        key = (session.life, probe.admission)
         record = self.records.get(key) if probe.start else None
         if record is None:
-            engine = "/".join(peer.session.key)
-            record = self.records.open(
-                key, Record(engine, probe.request[:256], probe.admission, now_s, probe.num_tokens)
-            )
-        record.prompt_tokens = probe.num_tokens
-        record.note(Event(now_s, "hashes", probe.num_tokens))
+            request = probe.request[:request_chars_max]
+            record = Record(session.key, request, probe.admission, now_s, probe.num_tokens)
+            self.records.open(key, record)
+        else:
+            record.prompt_tokens = probe.num_tokens
         if declined is not None:
             record.why = Why(declined)
 
@@ -75,16 +75,18 @@ class Journal:
         if record is None:
             return
         shape, admission = found
-        record.hint_tokens = admission.hint_tokens
-        record.note(Event(now_s, "hint", admission.hint_tokens))
-        wanted_tokens = longest_tokens(shape, admission)
-        if admission.hint_tokens or not wanted_tokens:
+        record.hint_tokens, record.hint_s = admission.hint_tokens, now_s
+        if admission.hint_tokens:
             return
-        record.wanted_tokens = wanted_tokens
+        record.wanted_tokens = longest_tokens(shape, admission)
+        if not record.wanted_tokens:
+            return
         elsewhere = None
         if probe.start == 0:
             elsewhere = self.namespaces.holder(self._pool, peer.session, raw, probe.hash_bytes)
-        record.why = elsewhere or self._short(shape, admission.keys, 0, wanted_tokens, now_s)
+        record.why = elsewhere or why_short(
+            self._pool, shape, admission.keys, hit_tokens=0, wanted_tokens=record.wanted_tokens
+        )
 
     def answered(
         self, session: Session, shape: SessionShape, admission: Admission, ask: Ask, answer: Answer,
@@ -97,22 +99,22 @@ class Journal:
             record.asks += 1
             record.local_tokens, record.wanted_tokens = ask.local_tokens, ask.max_tokens
             record.offered_tokens, record.sources = reached, answer.sources
-            record.note(Event(now_s, "answer", reached, detail=answer.reason))
+            record.answer_s = now_s
         if not first:
             return
-        self.hit_tokens.update(answer.sources)
         if answer.sources:
-            name = admission.keys[0][:1].tobytes() if len(admission.keys[0]) else b""
-            tokens = sum(answer.sources.values())
-            self.prefixes.hit(name, "/".join(session.key), tokens, reached, now_s)
-        missed = max(0, ask.max_tokens - reached)
-        if not missed:
+            self._hit(session, admission, answer, reached, now_s)
+        missed = ask.max_tokens - reached
+        if missed <= 0:
             return
-        why = Why(Reason(answer.reason))
-        if why.reason in (Reason.ABSENT, Reason.NONE):
-            why = record.why if record is not None and not answer.hit_tokens else why
-            if why.reason in (Reason.ABSENT, Reason.NONE):
-                why = self._short(shape, admission.keys, reached, ask.max_tokens, now_s)
+        why = Why(Reason(answer.reason)) if answer.reason != Reason.ABSENT else NO_WHY
+        if why is NO_WHY and record is not None and not answer.hit_tokens:
+            why = record.why  # as it was at the hint of nothing
+        if why.reason is Reason.NONE:
+            why = why_short(
+                self._pool, shape, admission.keys,
+                hit_tokens=answer.hit_tokens, wanted_tokens=ask.max_tokens,
+            )  # fmt: skip
         self._missed(record, why, missed, whole=reached == ask.local_tokens)
 
     def refused(self, session: Session, admission: int, reason: Reason, now_s: float) -> None:
@@ -120,13 +122,12 @@ class Journal:
         record = self.records.get((session.life, admission))
         if record is not None:
             record.asks += 1
-            record.why = Why(reason)
-            record.note(Event(now_s, "answer", 0, detail=str(reason)))
+            record.why, record.answer_s = Why(reason), now_s
 
     def unasked(self, session: Session, shape: SessionShape, admission: Admission) -> None:
         """A request ended at its hint of nothing."""
         record = self.records.get((session.life, admission.number))
-        why = record.why if record is not None else Why(Reason.ABSENT)
+        why = record.why if record is not None else NO_WHY
         self._missed(record, why, longest_tokens(shape, admission), whole=True)
 
     def released(self, session: Session, admission: int, now_s: float) -> None:
@@ -134,7 +135,16 @@ class Journal:
         record = self.records.get((session.life, admission))
         if record is not None and not record.ended_s:
             record.ended_s = now_s
-            record.note(Event(now_s, "released"))
+
+    def _hit(
+        self, session: Session, admission: Admission, answer: Answer, reached: int, now_s: float
+    ) -> None:
+        tokens = 0
+        for tier, count in answer.sources.items():
+            self.hit_tokens[tier] += count
+            tokens += count
+        first_chunk = admission.keys[0][:1].tobytes()
+        self.prefixes.hit(first_chunk, session.key, tokens, reached, now_s)
 
     def _missed(self, record: Record | None, why: Why, tokens: int, *, whole: bool) -> None:
         reason = why.reason or Reason.ABSENT
@@ -143,67 +153,58 @@ class Journal:
         if record is not None:
             record.why = why
 
-    def _short(
-        self, shape: SessionShape, keys: list[Keys], hit_tokens: int, wanted_tokens: int,
-        now_s: float,
-    ) -> Why:  # fmt: skip
-        return why_short(
-            self._pool, self.evicted, shape, keys,
-            hit_tokens=hit_tokens, wanted_tokens=wanted_tokens, now_s=now_s,
-        )  # fmt: skip
-
     # --- jobs ---------------------------------------------------------------------------------
 
     def opened(self, run: JobRun, now_s: float) -> None:
         """A job was taken from its first rank."""
-        record = self.records.get((run.job.life, run.job.admission))
-        if record is not None and isinstance(run.job, LoadJob):
-            record.load = "open"
-            record.note(Event(now_s, "load", run.job.total_tokens))
+        if run.work.kind == "load":
+            record = self.records.get((run.job.life, run.job.admission))
+            if record is not None:
+                record.load, record.load_s = "open", now_s
 
     def settled(self, run: JobRun) -> None:
         """Every local rank of a job is terminal."""
-        status, reason = _worst(run)
-        parts = run.parts.values()
-        moved_bytes = sum(part.moved_bytes for part in parts)
-        record = self.records.get((run.job.life, run.job.admission))
-        if isinstance(run.job, LoadJob):
-            tokens = run.job.total_tokens - run.job.local_tokens
-            self.load_tokens[status] += tokens
+        job, work = run.job, run.work
+        end = _end_of(run)
+        done = end.status == JobStatusName.DONE
+        record = self.records.get((job.life, job.admission))
+        if isinstance(job, LoadJob):
+            tokens = job.total_tokens - job.local_tokens
+            self.load_tokens[end.status] += tokens
             if record is not None:
-                record.load, record.load_reason = status, reason
-                record.loaded_tokens += tokens if status == JobStatusName.DONE else 0
-        elif status == JobStatusName.DONE:
-            self.saved_objects += run.work.objects
-        if record is None:
-            return
-        if not isinstance(run.job, LoadJob):
-            record.saves += 1
-            record.saved_objects += run.work.objects if status == JobStatusName.DONE else 0
-        ended_s = max((part.ended_s for part in parts), default=run.opened_s)
-        slowest = max(parts, key=lambda part: part.ended_s - part.accepted_s, default=None)
-        detail = "" if slowest is None else _stages(slowest.stages())
-        detail = f"{reason}, {detail}" if reason else detail
-        end_tokens = run.job.total_tokens if isinstance(run.job, LoadJob) else run.job.end_tokens
-        what = f"{run.work.kind} {status}"
-        seconds = ended_s - run.opened_s
-        record.note(Event(ended_s, what, end_tokens, moved_bytes, seconds, detail))
+                record.load, record.load_reason = end.status, end.reason
+                record.loaded_tokens += tokens if done else 0
+        elif done:
+            self.saved_objects += work.objects
+        if record is not None:
+            if work.kind == "save":
+                record.saves += 1
+                record.saved_objects += work.objects if done else 0
+            record.settled(end)
+
+
+def _end_of(run: JobRun) -> JobEnd:
+    """Return how a job ended: its worst rank's status, its slowest rank's seconds."""
+    status: str = JobStatusName.DONE
+    reason = Reason.NONE
+    for absent in run.absent.values():
+        status, reason = JobStatusName.FAILED, absent
+    moved_bytes, ended_s, slowest = 0, run.opened_s, None
+    for part in run.parts.values():
+        moved_bytes += part.moved_bytes
+        if slowest is None or part.ended_s >= ended_s:
+            ended_s, slowest = part.ended_s, part
+        if part.end is not None and part.end.status is not JobStatusName.DONE:
+            status, reason = part.end.status, part.end.reason
+    job = run.job
+    end_tokens = job.total_tokens if isinstance(job, LoadJob) else job.end_tokens
+    stages = slowest.stages() if slowest is not None else (0.0, 0.0, 0.0)
+    return JobEnd(
+        run.work.kind, status, reason, end_tokens, moved_bytes, run.opened_s, ended_s, stages
+    )
 
 
 def longest_tokens(shape: SessionShape, admission: Admission) -> int:
     """Return the longest hit that a request of this length can have."""
     align = shape.rules.hit_alignment
     return (admission.num_tokens - 1) // align * align
-
-
-def _worst(run: JobRun) -> tuple[str, Reason]:
-    for part in run.parts.values():
-        if part.end is not None and part.end.status is not JobStatusName.DONE:
-            return str(part.end.status), part.end.reason
-    for reason in run.absent.values():
-        return str(JobStatusName.FAILED), reason
-    return str(JobStatusName.DONE), Reason.NONE
-
-
-def _stages(seconds: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value * 1e3:.2f} ms" for name, value in seconds.items())

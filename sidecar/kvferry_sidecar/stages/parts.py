@@ -86,26 +86,19 @@ class Part:
     passed_s: float = 0.0
     started_s: float = 0.0
     ended_s: float = 0.0
+    moved_bytes: int = 0  # by its copies, also when they failed; set at its end
 
-    def stages(self) -> dict[str, float]:
+    def stages(self) -> tuple[float, float, float]:
         """Seconds of an ended part at its fence, in the queue and at the copy engine."""
-        passed_s = self.passed_s or self.ended_s
-        started_s = self.started_s or self.ended_s
-        return {
-            "fence": passed_s - self.accepted_s,
-            "queue": started_s - passed_s,
-            "copy": self.ended_s - started_s,
-        }
+        ended_s = self.ended_s
+        passed_s = self.passed_s or ended_s
+        started_s = self.started_s or ended_s
+        return passed_s - self.accepted_s, started_s - passed_s, ended_s - started_s
 
     @property
     def key(self) -> PartKey:
         """Name of this part everywhere."""
         return PartKey(self.peer.generation, self.run.job.job)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes its copies moved, also when they failed."""
-        return sum(result.moved_bytes for _, result in self.results)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvferry_sidecar.masks.kinds import FULL_FAMILY
 from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.plan.shards import StripeShape, stripe_shape
 from kvferry_sidecar.sessions.model import RankGroup, Session
@@ -35,6 +36,15 @@ class SessionShape:
     ranks: tuple[int, ...]
     groups: tuple[GroupShape, ...]
     rules: Rules
+    _stored: tuple[GroupShape, ...] = field(init=False)  # asked for several times a message
+    _whole: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Work out once what every lookup asks for."""
+        stored = tuple(group for group in self.groups if group.save_rule != "none")
+        whole = tuple(i for i, group in enumerate(stored) if group.kind in FULL_FAMILY)
+        object.__setattr__(self, "_stored", stored)
+        object.__setattr__(self, "_whole", whole)
 
     @property
     def hash_block_tokens(self) -> int:
@@ -47,7 +57,12 @@ class SessionShape:
 
     def stored_groups(self) -> tuple[GroupShape, ...]:
         """Groups that have objects at all."""
-        return tuple(group for group in self.groups if group.save_rule != "none")
+        return self._stored
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Places among the stored groups of those whose every chunk a hit needs."""
+        return self._whole
 
 
 def session_shape(session: Session) -> SessionShape | None:

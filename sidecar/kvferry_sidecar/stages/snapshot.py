@@ -20,7 +20,6 @@ class JournalReading(msgspec.Struct, frozen=True):
     saved_objects: int
     records: int
     records_dropped: int
-    evicted_keys: int
 
 
 class PipelineSnapshot(msgspec.Struct, frozen=True):

@@ -8,9 +8,11 @@ from itertools import islice
 import msgspec
 from kvferry_connector.wire.hot import LoadJob
 
+from kvferry_sidecar.masks.load import load_mask
 from kvferry_sidecar.outcomes.records import Records
 from kvferry_sidecar.sessions.leases import Lease
 from kvferry_sidecar.stages.parts import JobRun
+from kvferry_sidecar.stages.shape import SessionShape
 
 listed_max = 1000  # jobs and leases of one answer, the oldest first
 
@@ -47,6 +49,41 @@ class LeaseView(msgspec.Struct, frozen=True):
     objects: int
     tokens: int
     idle_s: float
+
+
+class GroupView(msgspec.Struct, frozen=True):
+    """One cache group, and the chunks ``[first, chunks)`` that a hit of this length needs."""
+
+    group: int
+    kind: str
+    block_tokens: int
+    window_tokens: int
+    save_rule: str
+    stripe_bytes: int
+    chunks: int
+    first: int
+    eagle: bool
+
+
+def group_views(shape: SessionShape, total_tokens: int) -> list[GroupView]:
+    """Return what a hit of ``total_tokens`` needs of every group."""
+    found = []
+    for group, rule in zip(shape.groups, shape.rules.groups, strict=True):
+        mask = load_mask(rule, total_tokens=total_tokens)
+        found.append(
+            GroupView(
+                group=group.group,
+                kind=group.kind,
+                block_tokens=group.block_tokens,
+                window_tokens=rule.reach,
+                save_rule=group.save_rule,
+                stripe_bytes=group.stripe.payload_bytes,
+                chunks=len(mask),
+                first=int(mask.argmax()) if mask.any() else len(mask),
+                eagle=group.group in shape.rules.eagle_ids,
+            )
+        )
+    return found
 
 
 def job_views(runs: Iterable[JobRun], now_s: float) -> list[JobView]:

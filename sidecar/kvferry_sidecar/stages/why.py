@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry_sidecar.geometry.identity import compare_identity
-from kvferry_sidecar.masks.kinds import FULL_FAMILY
 from kvferry_sidecar.outcomes.reasons import Reason
-from kvferry_sidecar.outcomes.records import Evicted, Why
+from kvferry_sidecar.outcomes.records import Why
 from kvferry_sidecar.plan.chunk_keys import new_keys
 from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.sessions.model import Session
-from kvferry_sidecar.stages.shape import GroupShape, SessionShape
-from kvferry_sidecar.tiers.host import HostTier
+from kvferry_sidecar.stages.shape import SessionShape
+from kvferry_sidecar.tiers.host import Absence, HostTier
 
 namespaces_max = 32  # remembered and looked at after a miss of the whole prompt
 fields_max = 4  # differing fields that are named
+
+_NEVER = Why(Reason.ABSENT, "not even the first chunk of the prompt is stored")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,43 +78,38 @@ class Namespaces:
 
 def why_short(
     pool: HostTier,
-    evicted: Evicted,
     shape: SessionShape,
     keys: Sequence[Keys],
     *,
     hit_tokens: int,
     wanted_tokens: int,
-    now_s: float,
 ) -> Why:
     """Return why a hit ends at ``hit_tokens`` though ``wanted_tokens`` were possible."""
-    full = [
-        (group, of_group, pool.prefix(of_group))
-        for group, of_group in zip(shape.stored_groups(), keys, strict=True)
-        if group.kind in FULL_FAMILY
-    ]
-    held_tokens = min((run * group.block_tokens for group, _, run in full), default=wanted_tokens)
-    reach_tokens = min(held_tokens, wanted_tokens) // shape.rules.hit_alignment
-    reach_tokens *= shape.rules.hit_alignment
-    if reach_tokens > hit_tokens or not full:
-        return _later_boundary(shape, full, hit_tokens, reach_tokens)
-    group, of_group, run = min(full, key=lambda one: one[2] * one[0].block_tokens)
-    where = f"chunk {run} of group {group.group}, after token {run * group.block_tokens}"
+    stored = shape.stored_groups()
+    held_tokens, run, place = wanted_tokens, -1, -1
+    for at in shape.whole:
+        chunks = pool.prefix(keys[at])
+        if run < 0 or chunks * stored[at].block_tokens < held_tokens:
+            held_tokens, run, place = chunks * stored[at].block_tokens, chunks, at
+    align = shape.rules.hit_alignment
+    reach_tokens = min(held_tokens, wanted_tokens) // align * align
+    if reach_tokens > hit_tokens or place < 0:
+        return _later_boundary(shape, hit_tokens, reach_tokens)
+    group, of_group = stored[place], keys[place]
     if run >= len(of_group):
         return Why(Reason.ABSENT, f"all {run} chunks of group {group.group} are stored")
-    if bool(pool.being_written(of_group[run : run + 1])[0]):
+    absence = pool.absence(of_group[run : run + 1])
+    if absence is Absence.UNKNOWN and run == 0:
+        return _NEVER
+    where = f"chunk {run} of group {group.group}, after token {run * group.block_tokens}"
+    if absence is Absence.UNKNOWN:
+        return Why(Reason.ABSENT, where)
+    if absence is Absence.BEING_WRITTEN:
         return Why(Reason.BEING_WRITTEN, where)
-    evicted_s = evicted.at_s(of_group[run].tobytes())
-    if evicted_s is not None:
-        return Why(Reason.EVICTED, f"{where}, evicted {now_s - evicted_s:.1f} s before")
-    return Why(Reason.ABSENT, where if run else "not even the first chunk of the prompt is stored")
+    return Why(Reason.EVICTED, f"{where}, evicted {absence:.1f} s before")
 
 
-def _later_boundary(
-    shape: SessionShape,
-    full: Sequence[tuple[GroupShape, Keys, int]],
-    hit_tokens: int,
-    reach_tokens: int,
-) -> Why:
+def _later_boundary(shape: SessionShape, hit_tokens: int, reach_tokens: int) -> Why:
     """Full attention reaches further than the hit: another group, or EAGLE's drop, ends it."""
     stored = f"full attention is stored up to token {reach_tokens}"
     eagle = shape.rules.eagle_ids
@@ -121,8 +117,7 @@ def _later_boundary(
         margin = max(shape.rules.eagle_margin(group) for group in eagle)
         if reach_tokens - hit_tokens <= margin:
             return Why(Reason.EAGLE, f"{stored}, the drafter recomputes the last {margin} tokens")
-    whole = {group.group for group, _, _ in full}
-    others = [g for g in shape.stored_groups() if g.group not in whole]
+    others = [g for at, g in enumerate(shape.stored_groups()) if at not in shape.whole]
     names = ", ".join(f"{g.group} ({g.kind})" for g in others) or "each other"
     detail = f"{stored}, but a request can resume there only with group {names}"
     return Why(Reason.BOUNDARY, detail)

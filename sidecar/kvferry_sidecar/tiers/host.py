@@ -6,6 +6,7 @@ few words it needs and turns the reserve codes into names.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,13 @@ Entries = NDArray[np.uint32]  # (n,)
 _STORED = -1
 _BEING_WRITTEN = -2
 _FULL = -3
+
+
+class Absence(enum.IntEnum):
+    """What is known of a key that is not ready and was not evicted."""
+
+    BEING_WRITTEN = -2
+    UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +55,10 @@ class HostTier:
         """Which keys are ready."""
         return self._pool.present(keys)
 
-    def being_written(self, keys: Keys) -> NDArray[np.bool_]:
-        """Which keys a save has reserved and not committed yet."""
-        return self._pool.being_written(keys)
+    def absence(self, key: Keys) -> Absence | float:
+        """Why a key (1, 16) is not ready: seconds since it was evicted, or another cause."""
+        told = self._pool.absence(key)
+        return told if told >= 0 else Absence(int(told))
 
     def refresh(self, keys: Keys) -> None:
         """Mark the leading ready keys recently used, the head of the prefix last."""

@@ -10,7 +10,7 @@ from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.observe import verdicts
 from kvferry_sidecar.outcomes.histogram import Histogram
 from kvferry_sidecar.outcomes.reasons import Reason
-from kvferry_sidecar.outcomes.records import Event, Evicted, Prefixes, Record, Records, events_max
+from kvferry_sidecar.outcomes.records import Prefixes, Record, Records, jobs_max
 from support import hybrid_bed
 from support.pipeline_bed import BLOCK, Bed, make_engine
 
@@ -190,20 +190,17 @@ def test_a_sidecar_that_drains():
 def test_everything_remembered_is_bounded():
     records = Records(2)
     for number in range(3):
-        records.open((b"l", number), Record("e", f"r{number}", number, 0.0, 1))
+        records.open((b"l", number), Record(("e", "i"), f"r{number}", number, 0.0, 1))
     assert [record.request for record in records.all()] == ["r1", "r2"]
     assert records.dropped == 1
     record = records.all()[0]
-    for _ in range(events_max + 3):
-        record.note(Event(0.0, "x"))
-    assert (len(record.events), record.events_lost) == (events_max, 3)
-    evicted = Evicted(2)
-    evicted.note(b"a" * 16 + b"b" * 16 + b"c" * 16, 1.0)
-    assert (evicted.at_s(b"a" * 16), evicted.at_s(b"c" * 16), len(evicted)) == (None, 1.0, 2)
+    for _ in range(jobs_max + 3):
+        record.settled(None)
+    assert (len(record.jobs), record.jobs_lost) == (jobs_max, 3)
     prefixes = Prefixes(2)
     for key, tokens in ((b"a", 5), (b"b", 1), (b"c", 3), (b"a", 5)):
-        prefixes.hit(key, "e", tokens, tokens, 1.0)
-    assert [(hot.key, hot.hit_tokens) for hot in prefixes.hottest(9)] == [("61", 10), ("63", 3)]
+        prefixes.hit(key, ("e", "i"), tokens, tokens, 1.0)
+    assert [(hot.key, hot.hit_tokens) for hot in prefixes.hottest(9)] == [(b"a", 10), (b"c", 3)]
 
 
 def test_a_histogram_counts_up_to_its_bounds():

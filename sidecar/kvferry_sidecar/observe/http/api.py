@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import heapq
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -17,11 +19,14 @@ from kvferry_sidecar.observe import verdicts
 from kvferry_sidecar.observe.http import bundle
 from kvferry_sidecar.observe.http.guard import fault
 from kvferry_sidecar.observe.http.window import UnavailableError, Window
+from kvferry_sidecar.outcomes.ledger import STAGES
 from kvferry_sidecar.outcomes.records import Record
 
 PREFIX = "/api/v1"
 listed_max = 500  # requests of one answer
 prefixes_listed_max = 100
+tokens_max = 1 << 24
+slow_max = 50
 explained_max = 20  # admissions of one request that are told
 body_bytes_max = 64 << 10
 stream_s = 1.0  # between two events of the stream
@@ -41,6 +46,8 @@ class Api:
             "jobs": self.jobs,
             "leases": self.leases,
             "prefixes": self.prefixes,
+            "groups": self.groups,
+            "slow": self.slow,
             "requests": self.requests,
             "requests/{name:path}": self.explain,
             "events": self.events,
@@ -64,8 +71,9 @@ class Api:
         return (await self._window.reading()).document.sessions
 
     async def tiers(self, _request: Request) -> object:
-        """Where bytes are kept."""
-        return {"host": (await self._window.reading()).document.pool}
+        """Where bytes are kept: the host pool, and the slower tiers behind it."""
+        reading = await self._window.reading()
+        return {"host": reading.document.pool, "slower": reading.pipeline.tiers}
 
     async def jobs(self, _request: Request) -> object:
         """Open jobs, oldest first."""
@@ -80,7 +88,26 @@ class Api:
         count = _number(request, "limit", 20, prefixes_listed_max)
         found = await self._window.ask(lambda desk, _now_s: desk.prefixes(count))
         now_s = time.monotonic()
-        return [{**one._asdict(), "last_use_s": now_s - one.last_use_s} for one in found]
+        return [
+            {
+                **dataclasses.asdict(one),
+                "key": one.key.hex(),
+                "engine": "/".join(one.engine),
+                "last_use_s": now_s - one.last_use_s,
+            }
+            for one in found
+        ]
+
+    async def groups(self, request: Request) -> object:
+        """The geometry of an engine, and which chunks a hit of ``tokens`` needs."""
+        tokens = _number(request, "tokens", 4096, tokens_max)
+        engine = request.query_params.get("engine", "")
+        return await self._window.ask(lambda desk, _now_s: desk.groups(engine, tokens))
+
+    async def slow(self, _request: Request) -> object:
+        """The jobs that took longest, of the requests that are remembered."""
+        records = await self._window.ask(lambda desk, now_s: desk.records(now_s))
+        return await asyncio.to_thread(slowest, records, time.monotonic())
 
     async def requests(self, request: Request) -> object:
         """The newest requests that fit."""
@@ -165,6 +192,26 @@ def listed(records: tuple[Record, ...], wanted: Any, count: int) -> list[verdict
         if fits and ("hit" not in wanted or bool(one.hit_tokens) == (wanted["hit"] == "1")):
             found.append(one)
     return found
+
+
+def slowest(records: tuple[Record, ...], now_s: float) -> list[dict[str, object]]:
+    """Return the slowest jobs, longest first."""
+    jobs = ((job, record) for record in records for job in list(record.jobs))
+    longest = heapq.nlargest(slow_max, jobs, key=lambda one: one[0].ended_s - one[0].opened_s)
+    return [
+        {
+            "engine": "/".join(record.engine),
+            "request": record.request,
+            "kind": job.kind,
+            "status": job.status,
+            "reason": str(job.reason),
+            "moved_bytes": job.moved_bytes,
+            "seconds": job.ended_s - job.opened_s,
+            "age_s": now_s - job.ended_s,
+            **dict(zip(STAGES, job.stages, strict=True)),
+        }
+        for job, record in longest
+    ]
 
 
 def matching(records: tuple[Record, ...], name: str) -> list[Record]:

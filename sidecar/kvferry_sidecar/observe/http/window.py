@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from kvferry_sidecar.observe.mailbox import BusyError, Mailbox
 from kvferry_sidecar.observe.reading import Reading
 from kvferry_sidecar.outcomes.records import Hot, Record
-from kvferry_sidecar.stages.views import JobView, LeaseView
+from kvferry_sidecar.stages.views import GroupView, JobView, LeaseView
 
 T = TypeVar("T")
 answer_s_max = 2.0  # how long a question may take
@@ -30,6 +30,9 @@ class Desk(Protocol):
 
     def leases(self, now_s: float) -> list[LeaseView]:
         """Return leases."""
+
+    def groups(self, engine: str, total_tokens: int) -> list[GroupView]:
+        """Return the groups of an engine (loop's thread)."""
 
     def prefixes(self, count: int) -> list[Hot]:
         """Return the prefixes that hit most (loop's thread)."""
