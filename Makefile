@@ -47,6 +47,11 @@ test: setup ## run all tests of the normal gate (TESTS=path for a part of them)
 test-long: setup ## run the long gate: more seeds, more examples, longer runs
 	$(BIN)/python -m pytest -m long --timeout 3600 $(TESTS)
 
+.PHONY: test-dfkv
+test-dfkv: setup ## run the store suite against a real dfkv (LIB=libdfkv.so MEMBERS=name=ip:port,...)
+	$(BIN)/python -m pytest -q tests/conformance/test_store.py -k dfkv-real \
+	  --dfkv-lib '$(LIB)' --dfkv-members '$(MEMBERS)'
+
 # Each native test is a program of its own, built once per sanitizer set without Python.
 .PHONY: native-test
 native-test: setup ## build and run the native tests under ASan+UBSan and under TSan (part of test)

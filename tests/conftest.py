@@ -18,3 +18,9 @@ def pytest_runtest_makereport(
         for name, log in watched():
             report.sections.append((f"log of {name}", tail(log)))
     return report
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """A real dfkv cluster for the conformance suite: `make test-dfkv`."""
+    parser.addoption("--dfkv-lib", default="", help="the cluster's libdfkv.so")
+    parser.addoption("--dfkv-members", default="", help="its servers: name=ip:port,...")

@@ -15,7 +15,14 @@ from kvferry_sidecar.errors import ConfigError
 from kvferry_sidecar.settings import Setting
 
 DISK_BYTES_MIN = 16 << 20
-REMOTE_STORES = ("redis", "rediss", "redis+unix", "mooncake")  # schemes of tiers.remote.url
+REMOTE_STORES = (
+    "redis",
+    "rediss",
+    "redis+unix",
+    "mooncake",
+    "dfkv",
+    "dfkv+mds",
+)  # schemes of tiers.remote.url
 # Which objects of the pool are written to a slower tier: each, those loaded again, or none.
 Policy = Literal["all", "reused", "none"]
 
@@ -35,6 +42,7 @@ DEFAULTS: Mapping[str, object] = {
     "tiers.remote.threads": 4,
     "tiers.remote.policy": "all",
     "tiers.remote.protocol": "tcp",
+    "tiers.remote.library": "",
     "tiers.remote.device": "",
     "tiers.remote.host": "",
     "tiers.remote.segment_bytes": 0,
@@ -61,8 +69,9 @@ class RemoteTierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: _Natural
     threads: _Threads
     policy: Policy
+    protocol: Literal["tcp", "rdma"]  # Mooncake, dfkv
+    library: str  # dfkv
     # Mooncake
-    protocol: Literal["tcp", "rdma"]
     device: str  # with rdma
     host: str  # this node's address for its peers
     segment_bytes: _Natural  # memory of this node that the store may use

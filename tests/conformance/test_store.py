@@ -13,8 +13,10 @@ from kvferry_sidecar.tiers import value
 from kvferry_sidecar.tiers.runner import Call, CallResult, Find, Get, Put, StoreRunner
 from kvferry_sidecar.tiers.store import Form, Item
 from support.store_rigs import (
+    DfkvRig,
     DiskRig,
     MooncakeRig,
+    RealDfkvRig,
     RedisRig,
     Rig,
     get,
@@ -30,6 +32,8 @@ STORES = {
     "disk": DiskRig,
     "redis": RedisRig,
     "mooncake": MooncakeRig,
+    "dfkv": DfkvRig,
+    "dfkv-real": RealDfkvRig,
 }
 SIZES = [(512,), (4096,), (1000,), (4096, 4096), (65536, 512, 3), (1 << 20,)]
 
@@ -43,7 +47,16 @@ def kept():
         rig.close()
 
 
-@pytest.fixture(params=STORES)
+def pytest_generate_tests(metafunc):
+    """Every test of a rig runs over every store: the real dfkv only where one is named."""
+    if "rig" in metafunc.fixturenames:
+        RealDfkvRig.library = metafunc.config.getoption("--dfkv-lib")
+        RealDfkvRig.url = "dfkv://" + metafunc.config.getoption("--dfkv-members")
+        names = [name for name in STORES if name != "dfkv-real" or RealDfkvRig.library]
+        metafunc.parametrize("rig", names, indirect=True)
+
+
+@pytest.fixture
 def rig(request, tmp_path, kept, tmp_path_factory):
     kind = STORES[request.param]
     if not kind.slow:

@@ -23,6 +23,7 @@ from kvferry_sidecar.tiers.remote import open_remote
 from kvferry_sidecar.tiers.remote.redis_store import PREFIX
 from kvferry_sidecar.tiers.store import Form, Item, Store, memory_at
 from kvferry_sidecar.tiers.store import Memory as Pool
+from support.dfkv_ring import DfkvRing
 from support.mooncake_master import MooncakeMaster
 from support.redis_server import RedisServer
 
@@ -100,8 +101,12 @@ class Rig:
         raise NotImplementedError
 
     def damage(self, item: Item) -> None:
-        """Change one byte of what is stored under the item's key."""
-        raise NotImplementedError
+        """Make what is stored under the item's key another object's bytes."""
+        header = value.pack(item)
+        number = int.from_bytes(item.key[:8], "little")
+        wrong = self.memory.item(number, *item.form.shard_bytes, content=b"y")
+        self.store.remove([item.key])
+        assert self.store.put([Item(item.key, item.seed, wrong.address, item.form)], [header])
 
     def reopen(self) -> None:
         """Open the store anew, as the next process would."""
@@ -182,13 +187,48 @@ class MooncakeRig(RemoteRig):
     def empty(self) -> None:
         assert self.store._connected().remove_all(True) >= 0
 
+
+class DfkvRig(Rig):
+    """The stand-in library, compiled for the test, and the store over it."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.ring = DfkvRing(folder)
+        memory = Memory()
+        config = remote_config(self.ring.url, library=self.ring.library, **changes)
+        self._open = lambda: open_remote(config, 5.0, Pool(memory.address, memory.total_bytes))
+        super().__init__(self._open(), persistent=True, memory=memory)
+
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = self._open()
+
     def damage(self, item: Item) -> None:
-        """Store another object's bytes under the item's header."""
-        header = value.pack(item)
-        number = int.from_bytes(item.key[:8], "little")
-        wrong = self.memory.item(number, *item.form.shard_bytes, content=b"y")
-        self.store.remove([item.key])
-        assert self.store.put([Item(item.key, item.seed, wrong.address, item.form)], [header])
+        path = self.ring.store / item.key.hex()
+        stored = bytearray(path.read_bytes())
+        stored[-item.form.payload_bytes // 2] ^= 1
+        path.write_bytes(stored)
+
+
+class RealDfkvRig(Rig):
+    """A cluster of the operator's, given by options of pytest; what is stored there is removed."""
+
+    library: ClassVar[str] = ""
+    url: ClassVar[str] = ""
+    slow = True
+
+    def __init__(self, _folder: Path) -> None:
+        memory = Memory()
+        config = remote_config(self.url, library=self.library)
+        self._open = lambda: open_remote(config, 5.0, Pool(memory.address, memory.total_bytes))
+        super().__init__(self._open(), persistent=True, memory=memory)
+
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = self._open()
+
+    def empty(self) -> None:
+        for first in range(0, 1024, 256):
+            self.store.remove([key_of(number) for number in range(first, first + 256)])
 
 
 def remote_config(url: str, **changes: Any) -> RemoteTierConfig:

@@ -39,9 +39,17 @@ def _mooncake(
     return store
 
 
+def _dfkv(remote: RemoteTierConfig, parts: SplitResult, _call_s_max: float, pool: Memory) -> Store:
+    from kvferry_sidecar.tiers.remote import dfkv_store  # noqa: PLC0415 - loads a library
+
+    return dfkv_store.open_dfkv(remote, parts, pool)
+
+
 _OPENERS: dict[str, Open] = {
     "redis": _redis,
     "rediss": _redis,
     "redis+unix": _redis,
     "mooncake": _mooncake,
+    "dfkv": _dfkv,
+    "dfkv+mds": _dfkv,
 }
