@@ -10,16 +10,19 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+from kvferry_connector import half as connector_half
 from kvferry_connector.wire.codec import encode_job
 from kvferry_connector.wire.hot import Error, Submit
 from support.books import read_status, wait_settled
-from support.client_half import client_engine
+from support.client_half import ClientEngine, client_engine
 from support.hot_engine import HotEngine
 from support.raw_half import KvMemory, attach_pair
-from support.sidecar import SidecarUnderTest, running_sidecar
+from support.serving import COMMAND, servings
+from support.sidecar import SidecarUnderTest, make_sidecar, running_sidecar
 from support.waiting import wait_until
 
-STOPPED_S = 5.0
+LONG_STOP = pytest.param(30.0, marks=pytest.mark.long)
+NEWER = f"from kvferry_connector.wire import version; version.PROTOCOL_MAX = 2; {COMMAND}"
 
 
 @pytest.fixture
@@ -170,7 +173,10 @@ def _open_saves(sidecar: SidecarUnderTest) -> int:
     return int(read_status(sidecar.run_dir)["pipeline"]["jobs_open"]["save"])
 
 
-def test_a_stopped_sidecar_goes_on_where_it_was(sidecar: SidecarUnderTest) -> None:
+@pytest.mark.parametrize("stopped_s", [5.0, LONG_STOP])
+def test_a_stopped_sidecar_goes_on_where_it_was(
+    sidecar: SidecarUnderTest, stopped_s: float
+) -> None:
     with client_engine(sidecar.run_dir) as engine:
         link = engine.worker_half.ready_link()
         engine.put("before")
@@ -181,7 +187,7 @@ def test_a_stopped_sidecar_goes_on_where_it_was(sidecar: SidecarUnderTest) -> No
         engine.fill("meanwhile", (1, 2, 3))
         save = engine.submit(engine.save_job("meanwhile", (1, 2, 3)))
         wait_until(engine.worker_half.client.silent, "it is noticed")
-        wait_until(lambda: time.monotonic() - stopped >= STOPPED_S, "long enough", every_s=0.05)
+        wait_until(lambda: time.monotonic() - stopped >= stopped_s, "long enough", 60, 0.05)
         assert not engine.worker_half.client.is_dead(link.epoch), "silence is no death"
         assert engine.worker_half.client.link() == link
         os.kill(sidecar.process.pid, signal.SIGCONT)
@@ -195,3 +201,45 @@ def test_a_stopped_sidecar_goes_on_where_it_was(sidecar: SidecarUnderTest) -> No
         assert engine.get("meanwhile") == 48
         status = wait_settled(sidecar.run_dir)
         assert len(status["sessions"]) == 1
+
+
+def test_an_upgrade_to_a_newer_protocol_brings_the_hits_back() -> None:
+    """The new sidecar speaks protocol 2 as well; a half of protocol 1 is served in its own."""
+    with servings(1) as (one,):
+        former = one.start_ready()
+        with client_engine(one.run_dir) as engine:  # idle all the while
+            engine.put("before the upgrade")
+            epoch = engine.wait_ready()
+            former.send_signal(signal.SIGTERM)
+            assert one.ended()[0] == 0
+            one.command = NEWER
+            one.start_ready()
+            engine.wait_ready(beyond_epoch=epoch)
+            assert engine.worker_half.ready_link().protocol == 1
+            assert engine.get("before the upgrade") == 48
+            wait_settled(one.run_dir)
+
+
+def test_a_newer_half_speaks_the_protocol_of_an_older_sidecar(
+    sidecar: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector_half, "PROTOCOL_MAX", 2)
+    with client_engine(sidecar.run_dir) as engine:
+        assert engine.worker_half.ready_link().protocol == 1
+        engine.put("newer")
+        assert engine.get("newer") == 48
+        wait_settled(sidecar.run_dir)
+
+
+def test_an_engine_that_was_there_first_is_attached_without_doing_anything() -> None:
+    with make_sidecar(pool_bytes=8 << 20) as sidecar:
+        memory = KvMemory()
+        engine = ClientEngine(sidecar.run_dir, memory, "early", 100, wait=False)
+        wait_until(lambda: engine.worker_half.client.state == "away", "nobody is there")
+        assert engine.worker_half.client.link() is None
+        sidecar.start()
+        engine.wait_ready()
+        engine.put("at last")
+        assert engine.get("at last") == 48
+        engine.close()
+        memory.close()

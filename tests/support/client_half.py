@@ -20,17 +20,27 @@ from support.waiting import wait_until
 M = TypeVar("M")
 
 
+class GoneError(Exception):
+    """The sidecar is gone, and the test does not want to wait for the next one."""
+
+
 class ClientHalf:
-    """One Client; ``send`` and ``receive`` as support.hot_engine wants them."""
+    """One Client; ``send`` and ``receive`` as support.hot_engine wants them.
+
+    ``gone`` says that the sidecar has ended: then nothing waits for a link, but raises GoneError.
+    """
 
     def __init__(self, client: Client) -> None:
         self.client = client
+        self.gone: Callable[[], bool] = lambda: False
         self.heard: list[FromSidecar] = []
 
     def ready_link(self, beyond_epoch: int = 0) -> Link:
         """Wait for a link that is ready, of another epoch than the given one."""
 
         def ready() -> Link | None:
+            if self.gone():
+                raise GoneError
             link = self.client.link()
             return link if link and link.ready and link.epoch != beyond_epoch else None
 
@@ -65,7 +75,16 @@ class ClientHalf:
 class ClientEngine(HotEngine):
     """An engine of one rank over two Clients."""
 
-    def __init__(self, run_dir: Path, memory: KvMemory, engine_id: str, heartbeat_ms: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        memory: KvMemory,
+        engine_id: str,
+        heartbeat_ms: int,
+        instance_id: str = "one",
+        *,
+        wait: bool = True,
+    ) -> None:
         life = os.urandom(16)
         config = FerryConfig(run_dir=str(run_dir), heartbeat_ms=heartbeat_ms)
         handle = MemoryHandle(Memory(0, memory.total_bytes), memory.fd)
@@ -73,14 +92,14 @@ class ClientEngine(HotEngine):
             ClientHalf(
                 Client(
                     config,
-                    Half("scheduler", engine_id, "one"),
+                    Half("scheduler", engine_id, instance_id),
                     engine_registration([0], life),
                 )
             ),
             ClientHalf(
                 Client(
                     config,
-                    Half("worker", engine_id, "one", rank=0, fence_fd=memory.fence_fd),
+                    Half("worker", engine_id, instance_id, rank=0, fence_fd=memory.fence_fd),
                     memory.registration(0, 1),
                     [handle],
                 )
@@ -90,7 +109,8 @@ class ClientEngine(HotEngine):
         self.scheduler_half, self.worker_half = halves
         for half in halves:
             half.client.start()
-        self.wait_ready()
+        if wait:
+            self.wait_ready()
 
     def wait_ready(self, beyond_epoch: int = 0) -> int:
         """Wait until both halves are ready at another epoch; return it."""
@@ -106,12 +126,17 @@ class ClientEngine(HotEngine):
 
 @contextmanager
 def client_engine(
-    run_dir: Path, *, engine_id: str = "client", heartbeat_ms: int = 100, **memory: int
+    run_dir: Path,
+    *,
+    engine_id: str = "client",
+    instance_id: str = "one",
+    heartbeat_ms: int = 100,
+    **memory: int,
 ) -> Iterator[ClientEngine]:
     """Yield an engine of real clients that is ready. ``memory``: of KvMemory."""
     kv = KvMemory(**memory)
     try:
-        engine = ClientEngine(run_dir, kv, engine_id, heartbeat_ms)
+        engine = ClientEngine(run_dir, kv, engine_id, heartbeat_ms, instance_id)
         try:
             yield engine
         finally:

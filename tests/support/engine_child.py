@@ -1,13 +1,17 @@
-"""A worker half in a process of its own, to be killed: ``python engine_child.py RUN_DIR LIFE``.
+"""A worker half in a process of its own: ``python engine_child.py RUN_DIR LIFE INSTANCE``.
 
 Attaches as rank 0, then obeys lines on stdin: ``save PROMPT`` puts a prompt, ``load ADMISSION``
-submits a load of 3 blocks that waits for a step which never comes. Answers with one line each.
+submits a load of 3 blocks that waits for a step which never comes, ``fork`` leaves a child that
+holds everything, ``again`` attaches a second time. Answers with one line each.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry_connector.wire.attach import Ready
@@ -19,9 +23,12 @@ from support.raw_half import KvMemory, RawHalf
 class WorkerChild:
     """The process, seen from the test."""
 
-    def __init__(self, run_dir: Path, life: bytes) -> None:
+    def __init__(
+        self, run_dir: Path, life: bytes, *, instance: str = "one", prefix: Sequence[str] = ()
+    ) -> None:
+        child = (sys.executable, "-m", "support.engine_child", str(run_dir), life.hex(), instance)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.engine_child", str(run_dir), life.hex()],
+            [*prefix, *child],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -46,10 +53,15 @@ class WorkerChild:
 def main() -> None:
     run_dir, life = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
     memory = KvMemory()
-    worker = RawHalf(run_dir, 0, memory=memory)
-    worker.attach()
-    worker.register(memory.registration(0, 1))
-    print("registered", flush=True)
+
+    def attached() -> RawHalf:
+        half = RawHalf(run_dir, 0, instance_id=sys.argv[3], memory=memory)
+        half.attach()
+        half.register(memory.registration(0, 1))
+        print("registered", flush=True)
+        return half
+
+    worker = attached()
     worker.stream.expect(Ready)
     engine = HotEngine(worker, worker, memory, life)
     for line in sys.stdin:
@@ -61,6 +73,14 @@ def main() -> None:
             job = engine.submit(engine.load_job(int(what), (4, 5, 6), step=99))
             worker.send(JobStatus(job))
             print(worker.receive(JobState).state, flush=True)
+        elif verb == "fork":
+            heir = os.fork()
+            if not heir:
+                signal.pause()
+                os._exit(0)
+            print(heir, flush=True)
+        elif verb == "again":
+            attached()
 
 
 if __name__ == "__main__":
