@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from kvferry_connector.wire import hot
-from support.scheduler_harness import SchedulerUnderTest, full, loads_of, saves_of, swa
+from support.scheduler_configs import full, swa
+from support.scheduler_harness import SchedulerUnderTest, loads_of, saves_of
 from vllm.v1.request import RequestStatus
 
 PROMPT = list(range(10, 210))  # 200 tokens: a hit of 192

@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduler_harness import (
-    SchedulerUnderTest,
-    chunked,
-    full,
-    loads_of,
-    saves_of,
-    swa,
-)
+from support.scheduler_configs import chunked, full, swa
+from support.scheduler_harness import SchedulerUnderTest, loads_of, saves_of
 
 PROMPT = list(range(10, 210))  # 200 tokens
 MODELS: dict[str, list[Any]] = {

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduler_harness import SchedulerUnderTest, chunked, full, mamba, swa
+from support.scheduler_configs import chunked, full, mamba, swa
+from support.scheduler_harness import SchedulerUnderTest
 
+CHUNKED = [full(16), chunked(16, 64)]  # which vLLM forbids with a drafter
 MODELS: list[Sequence[Any]] = [
     [full(16)],
     [full(16), full(32)],
     [full(16), swa(16, 40)],
     [full(32), swa(16, 70), swa(32, 33)],
-    [full(16), chunked(16, 64)],
+    CHUNKED,
     [swa(16, 50)],
     [full(16), mamba(16)],
     [full(16), mamba(16, scratch=2), swa(16, 40)],
@@ -54,12 +56,15 @@ def _disturb(engine: SchedulerUnderTest, rng: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(36))
 def test_random_lives(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
+    specs, asynchronous = MODELS[seed % len(MODELS)], rng.random() < 0.4
+    drafted = seed % 3 == 2 and not asynchronous and specs is not CHUNKED
     engine = SchedulerUnderTest(
         tmp_path,
-        specs=MODELS[seed % len(MODELS)],
+        specs=specs,
+        drafts=2 if drafted else 0,
         retention=rng.choice([0, 0, None]),
         num_blocks=rng.choice([40, 80]),
-        asynchronous=rng.random() < 0.4,
+        asynchronous=asynchronous,
         v2_runner=rng.random() < 0.3,
         pinned_blocks_max=rng.choice([0, 6, 40]),
         probe_ms_max=rng.choice([0, 5, 100]),

@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduler_harness import (
-    SchedulerUnderTest,
-    full,
-    loads_of,
-    mamba,
-    swa,
-)
+from support.scheduler_configs import full, mamba, swa
+from support.scheduler_harness import SchedulerUnderTest, loads_of
 
 PROMPT = list(range(10, 210))  # 200 tokens
 MODELS: dict[str, list[Any]] = {

@@ -40,6 +40,7 @@ class Contents:
     held: dict[int, Held] = field(default_factory=dict)
     states_checked: int = 0
     guessing: set[str] = field(default_factory=set)  # their states depend on what was accepted
+    named: dict[str, int] = field(default_factory=dict)  # hashes known when they last ran
 
     def begin(self, output: Any) -> None:
         """What the runner does before a forward: zero new blocks, then copy on write."""
@@ -58,6 +59,7 @@ class Contents:
         for name, part in parts.items():
             if part.fresh:
                 self.guessing.discard(name)
+                self.named.pop(name, None)
             for group, rule in enumerate(rules.groups):
                 slots = part.table[group]
                 if rule.kind is Kind.MAMBA:
@@ -69,6 +71,7 @@ class Contents:
                     self._fill(rules, (name, group), part, slots, mask.tolist(), hashes[name])
             if part.drafts:
                 self.guessing.add(name)
+            self.named[name] = min(len(hashes[name]), part.end // hash_tokens)
 
     def _fill(
         self, rules: Rules, who: tuple[str, int], part: Part, slots: list[int], mask: list[bool],
@@ -78,6 +81,8 @@ class Contents:
         per_block = block // rules.hash_block
         known = min(len(hashes), part.end // rules.hash_block)
         before = part.start // rules.hash_block
+        if who[0] in self.guessing:  # what was accepted since was computed, and is named only now
+            before = min(before, self.named[who[0]])
         for chunk, block_id in enumerate(slots):
             names = hashes[chunk * per_block : min((chunk + 1) * per_block, known)]
             if not names:

@@ -26,7 +26,7 @@ from kvferry_connector.entry import FerryConnector
 from kvferry_connector.meta import FerryMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.worker_half import WorkerHalf
-from support.scheduler_harness import MODEL
+from support.scheduler_configs import MODEL
 from support.waiting import wait_until
 from vllm.config import (
     CacheConfig,

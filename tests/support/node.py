@@ -90,6 +90,7 @@ def validate(register: RegisterRank, memories: object) -> RankGeometry | list[at
                 save_rule="all" if one.kind == "full" else "held",
                 window_tokens=one.window_tokens,
                 chunk_tokens=one.chunk_tokens,
+                eagle=one.eagle,
             )
             for one in register.groups
         ),

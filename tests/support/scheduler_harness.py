@@ -2,117 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from kvferry_connector.config import read_config
-from kvferry_connector.describe import spec_kind
 from kvferry_connector.entry import FerryConnector
 from kvferry_connector.meta import FerryHandshake, FerryMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
-from kvferry_sidecar.sessions.model import RankGroup
 from support.contents import Part
 from support.further_rank import FurtherRank, rank_output
-from support.other_connector import OtherMetadata, children, split, transfer_config
+from support.other_connector import OtherMetadata, children, split
+from support.scheduler_configs import drafter, full, make_config, make_kv_config, rank_group
 from support.scripted_node import ScriptedNode
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
-    resolve_cache_hit_alignment_tokens,
-    resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-MODEL = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "hidden_size": 64,
-    "ffn_dim": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 2048,
-    "vocab_size": 512,
-    "word_embed_proj_dim": 64,
-    "torch_dtype": "float16",
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-    "bos_token_id": 2,
-}
 BATCHES_IN_FLIGHT = 2  # of the asynchronous scheduler
-
-
-def swa(block: int, window: int, **fields: Any) -> SlidingWindowSpec:
-    return SlidingWindowSpec(
-        block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float16,
-        sliding_window=window, **fields,
-    )  # fmt: skip
-
-
-def chunked(block: int, chunk: int) -> ChunkedLocalAttentionSpec:
-    return ChunkedLocalAttentionSpec(
-        block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float16,
-        attention_chunk_size=chunk,
-    )  # fmt: skip
-
-
-def mamba(block: int, scratch: int = 0, **fields: Any) -> MambaSpec:
-    return MambaSpec(
-        block_size=block, shapes=((2, 8), (4, 4)), dtypes=(torch.float16, torch.float32),
-        mamba_cache_mode="align", num_speculative_blocks=scratch, **fields,
-    )  # fmt: skip
-
-
-def _rank_group(number: int, spec: Any) -> RankGroup:
-    """The group as the sidecar has it after registration."""
-    kind, _ = spec_kind(spec)
-    return RankGroup(
-        group=number,
-        kind=kind,
-        block_tokens=spec.block_size,
-        layout=None,
-        payload_bytes=0,
-        num_blocks=0,
-        save_rule={"full": "all", "mamba": "hand-offs"}.get(kind, "held"),
-        window_tokens=getattr(spec, "sliding_window", None) or 0,
-        chunk_tokens=getattr(spec, "attention_chunk_size", None) or 0,
-        scratch_blocks=getattr(spec, "num_speculative_blocks", 0),
-        spec=repr(spec),
-    )
-
-
-def full(block: int) -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float16)
 
 
 class SchedulerUnderTest:
@@ -126,7 +47,8 @@ class SchedulerUnderTest:
         self, folder: Path, blocks: Sequence[int] = (16,), *, num_blocks: int = 64,
         batch: int = 64, policy: str = "recompute", asynchronous: bool = False,
         v2_runner: bool = False, specs: Sequence[Any] = (), retention: int | None = 0,
-        ranks: int = 1, match_unit: int | None = None, beside: str = "", **extra: Any,
+        ranks: int = 1, match_unit: int | None = None, drafts: int = 0,
+        eagle: Sequence[int] = (), beside: str = "", **extra: Any,
     ) -> None:  # fmt: skip
         specs = specs or [full(block) for block in blocks]
         blocks = [spec.block_size for spec in specs]
@@ -135,22 +57,19 @@ class SchedulerUnderTest:
             asynchronous=asynchronous, extra={"run_dir": str(folder), **extra}, ranks=ranks,
             beside=beside,
         )  # fmt: skip
+        if drafts:
+            vllm_config.speculative_config = drafter(drafts)
+        self._drafts = drafts
         register_all_kvcache_specs(vllm_config)
         init_none_hash(sha256_cbor)
-        kv_config = _kv_config(specs, num_blocks, retention)
-        vllm_config.cache_config.num_gpu_blocks = num_blocks
-        cache_config = vllm_config.cache_config
-        if any(isinstance(spec, MambaSpec) for spec in specs):
-            cache_config.mamba_cache_mode = "align"
-        cache_config.prefix_match_unit = match_unit
-        self.unit, self.hash_tokens = resolve_kv_cache_block_sizes(kv_config, vllm_config)
-        kv_config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
-            kv_config, vllm_config, self.unit, self.hash_tokens
-        )
-        cache_config.block_size = self.unit  # as the engine core leaves it
+        kv_config, self.unit, self.hash_tokens = make_kv_config(
+            vllm_config, specs, num_blocks=num_blocks, eagle=eagle, retention=retention,
+            match_unit=match_unit,
+        )  # fmt: skip
         self.blocks = list(blocks)
         self.node = ScriptedNode(
-            [_rank_group(number, spec) for number, spec in enumerate(specs)], self.hash_tokens
+            [rank_group(number, spec, number in eagle) for number, spec in enumerate(specs)],
+            self.hash_tokens,
         )
         self._hasher = get_request_block_hasher(self.hash_tokens, sha256_cbor)
         scheduler_class = AsyncScheduler if asynchronous else Scheduler
@@ -241,6 +160,10 @@ class SchedulerUnderTest:
         results = [rank_output(self.outer, names, sampled, one) for one in ends]
         whole = self._aggregator.aggregate(results) if self.further_ranks else results[0]
         self.scheduler.update_from_output(output, whole)
+        if self._drafts:
+            decoding = [name for name in names if parts[name].samples]
+            guesses = [[7] * self._drafts for _ in decoding]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(decoding, guesses))
 
     def _fill(self, name: str, blocks: Sequence[int], tokens: int) -> None:
         """The other connector has loaded so many tokens of a request (one group, H = B)."""
@@ -323,16 +246,6 @@ class SchedulerUnderTest:
                 assert block.ref_cnt > 0, f"{running.job} reads free block {block_id}"
 
 
-def _kv_config(specs: Sequence[Any], num_blocks: int, retention: int | None) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=groups,
-        prefix_cache_retention_interval=retention,
-    )
-
-
 def _block_ids(frames: tuple[bytes, ...]) -> list[int]:
     return np.frombuffer(frames[0], "<i4").tolist()
 
@@ -353,35 +266,3 @@ def loads_of(node: ScriptedNode) -> list[tuple[str, int, int]]:
         for job in node.jobs
         if isinstance(job, hot.LoadJob)
     ]
-
-
-def make_config(
-    folder: Path, *, block_size: int = 16, batch: int = 64, policy: str = "recompute",
-    asynchronous: bool = False, extra: dict[str, Any] | None = None, ranks: int = 1,
-    beside: str = "",
-) -> VllmConfig:  # fmt: skip
-    """A VllmConfig from a config.json in ``folder``; nothing is fetched."""
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    return VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=1
-        ),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=batch, max_model_len=2048,
-            enable_chunked_prefill=True, is_encoder_decoder=False,
-            async_scheduling=asynchronous,
-        ),
-        cache_config=CacheConfig(
-            block_size=block_size, enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256_cbor",
-        ),
-        kv_transfer_config=KVTransferConfig(**transfer_config({
-            "kv_connector": "FerryConnector", "kv_connector_module_path": "kvferry_connector",
-            "kv_role": "kv_both", "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": extra or {},
-        }, beside)),
-        device_config=DeviceConfig("cpu"),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni"
-        ),
-    )  # fmt: skip

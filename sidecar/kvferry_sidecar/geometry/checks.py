@@ -154,9 +154,6 @@ def _check_group(group: Group, register: RegisterRank) -> list[FieldRefusal]:
         why = REFUSED_KINDS.get(group.kind, "its masks are not known")
         served = f"one of {', '.join(SERVED_KINDS)}: {why}"
         return [FieldRefusal(f"{name}.kind", f"{group.kind}{detail}", served, _NO_WAY)]
-    if group.eagle:
-        remedy = "serve without EAGLE/MTP speculative decoding, or without kvferry"
-        return [FieldRefusal(f"{name}.eagle", "true", "false", remedy)]
     found = list(_outside((f"{name}.block_tokens", group.block_tokens, 1, BLOCK_TOKENS_MAX)))
     if not found and group.block_tokens % hash_block_tokens:
         ours = f"a multiple of hash_block_tokens {hash_block_tokens}"

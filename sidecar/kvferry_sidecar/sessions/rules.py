@@ -77,10 +77,21 @@ def retention_of(setting: str, engine_tokens: int | None, scheduler_block: int) 
 
 def check_rules(shared: Shared, geometry: RankGeometry) -> list[FieldRefusal]:
     """Return why this engine cannot be served exactly, or nothing."""
-    refused = check(rules_of(shared, geometry))
-    if not isinstance(refused, Refused):
-        return []
-    return [FieldRefusal("groups", refused.reason, "groups whose masks are exact", _NO_WAY)]
+    rules = rules_of(shared, geometry)
+    refused = check(rules)
+    if isinstance(refused, Refused):
+        return [FieldRefusal("groups", refused.reason, "groups whose masks are exact", _NO_WAY)]
+    drafted = [
+        group
+        for group, rule in enumerate(rules.groups)
+        if rule.stored and rule.kind is Kind.MAMBA and rules.eagle_by_group[group]
+    ]
+    if rules.reprefill and drafted:
+        # vLLM 0.32 names such a state by a boundary that is so many tokens off, or ends.
+        theirs = f"{rules.reprefill} rewritten tokens with the states of EAGLE group {drafted[0]}"
+        remedy = "draft with one MTP module (num_speculative_tokens 1), or without kvferry"
+        return [FieldRefusal("reprefill_tokens", theirs, "0", remedy)]
+    return []
 
 
 def save_rule_of(rules: Rules, group: RankGroup) -> str:

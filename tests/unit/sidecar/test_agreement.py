@@ -109,6 +109,27 @@ def test_a_sliding_windows_save_rule_follows_the_engines_retention(
 
 
 @pytest.mark.parametrize(
+    ("flagged", "reprefill", "refused"),
+    [((), 0, False), ((), 2, True), ((0,), 2, False), ((1,), 2, True)],
+)
+def test_states_of_a_drafter_of_several_modules_are_refused(
+    node: Node, flagged: tuple[int, ...], reprefill: int, refused: bool
+) -> None:
+    worker, _ = attached(node, 0)
+    scheduler, _ = attached(node, -1)
+    groups = [Group(i, kind, 16, {}, [f"l{i}"], eagle=i in flagged)
+              for i, kind in enumerate(("full", "mamba"))]  # fmt: skip
+    registered(worker, rank_registration(0, groups=groups))
+    message = engine_registration([0], use_eagle=True, reprefill_tokens=reprefill)
+    answer = registered(scheduler, message)
+    if refused:
+        assert refused_fields(answer).keys() == {"reprefill_tokens"}
+    else:
+        assert isinstance(answer, Registered)
+    close_all([worker, scheduler])
+
+
+@pytest.mark.parametrize(
     ("setting", "engine", "kept"),
     [
         ("engine", 0, 0),

@@ -213,7 +213,6 @@ def test_windows_and_chunks_are_part_of_the_digest():
         ({"groups": [group(1)]}, "groups[].group"),
         ({"groups": [group(cacheable=False)]}, "groups"),
         ({"groups": [group(block_tokens=24)]}, "groups[0].block_tokens"),
-        ({"groups": [group(eagle=True)]}, "groups[0].eagle"),
         ({"groups": [group(), group(1, ["l0"])]}, "groups[1].layers"),
     ],
 )

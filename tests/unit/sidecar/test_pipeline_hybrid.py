@@ -60,6 +60,23 @@ def test_what_is_local_is_neither_leased_nor_loaded(kinds):
     assert_loaded(engine, 1, total, local=192)
 
 
+DRAFT, DRAFT_SWA = FULL | {"eagle": True}, SWA | {"eagle": True}
+STATE = {"kind": "mamba", "save_rule": "hand-offs"}
+DRAFTED = {"layers": [FULL, DRAFT], "window": [FULL, DRAFT_SWA], "states": [DRAFT, STATE]}
+
+
+@pytest.mark.parametrize("tokens", [200, 192, 193])
+@pytest.mark.parametrize("kinds", DRAFTED.values(), ids=DRAFTED.keys())
+def test_a_drafter_matches_a_block_above_the_hit_and_drops_it(kinds, tokens):
+    bed, engine = bed_and_engine(kinds)
+    save(bed, engine, 1, tokens)
+    probe(bed, engine, 1, 1, tokens)
+    total = hit(bed, engine, 1, tokens)
+    assert total == 176
+    assert load(bed, engine, 1, total)[0].status == "done"
+    assert_loaded(engine, 1, total)
+
+
 def test_a_window_is_kept_at_the_replay_boundary_only():
     bed, engine = bed_and_engine([FULL, SWA])
     save(bed, engine, 1, 200)
