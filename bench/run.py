@@ -19,7 +19,17 @@ from rich.table import Table
 
 from bench.common import Figure, at_least, machine
 
-BENCHES = ("copy_engine", "index", "probe", "hooks", "path", "memory", "observe", "demo")
+BENCHES = (
+    "copy_engine",
+    "index",
+    "moved",
+    "probe",
+    "hooks",
+    "path",
+    "memory",
+    "observe",
+    "demo",
+)
 RESULTS = Path(__file__).parent / "results" / "latest.json"
 
 

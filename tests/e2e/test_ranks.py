@@ -32,8 +32,11 @@ def sidecar() -> Iterator[SidecarUnderTest]:
 
 
 @contextmanager
-def two_ranks(sidecar: SidecarUnderTest) -> Iterator[EngineUnderTest]:
-    with running_engine(sidecar.run_dir, engine_args=TWO_RANKS) as engine:
+def two_ranks(
+    sidecar: SidecarUnderTest, model: str = "llama", **arguments: Any
+) -> Iterator[EngineUnderTest]:
+    arguments = TWO_RANKS | arguments
+    with running_engine(sidecar.run_dir, model=model, engine_args=arguments) as engine:
         yield engine
 
 
@@ -61,6 +64,29 @@ def test_two_tensor_parallel_ranks_save_and_load_their_own_halves(
     assert books["failed"] == 0
 
 
+@pytest.mark.long
+def test_two_pipeline_stages_with_groups_of_their_own(sidecar: SidecarUnderTest) -> None:
+    """Three chunked groups and a full one over two stages: each has two groups without layers."""
+    tokens = Texts().take(1500)
+    stages = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    with two_ranks(sidecar, "llama4", **stages) as writer:
+        cold = writer.run(tokens)
+        status = sidecar.wait_idle()
+    (session,) = [one for one in status["sessions"] if one["ready"]]
+    shares = [half["payload_bytes"] for half in session["halves"] if half["rank"] >= 0]
+    assert [[size > 0 for size in share] for share in shares] == [
+        [True, True, False, False],
+        [False, False, True, True],
+    ]
+    with two_ranks(sidecar, "llama4", **stages) as reader:
+        warm = reader.run(tokens)
+        books = sidecar.wait_idle()["pipeline"]["ledger"]
+    assert warm.hit_tokens == hit_of(tokens)
+    assert warm.output == cold.output
+    assert books["failed"] == 0
+
+
+@pytest.mark.long
 def test_two_data_parallel_engines_share_what_one_saved(tmp_path: Path) -> None:
     tokens = Texts().take(1500)
     log = tmp_path / "dp.log"

@@ -73,10 +73,11 @@ class RecordingPipeline:
 
 
 def validate(register: RegisterRank, memories: object) -> RankGeometry | list[attach.FieldRefusal]:
-    """Stand in for geometry validation: no layouts, a digest over identity and layout only."""
+    """Stand in for geometry validation: no layouts, a digest over identity, layout and layers."""
     if register.layout == "bad":
         return [attach.FieldRefusal("layout", "bad", "HND", "use HND")]
-    facts = repr((sorted(register.identity.items()), register.layout)).encode()
+    layers = [one.layers for one in register.groups]
+    facts = repr((sorted(register.identity.items()), register.layout, layers)).encode()
     return RankGeometry(
         serial=register.serial,
         groups=tuple(
@@ -97,7 +98,7 @@ def validate(register: RegisterRank, memories: object) -> RankGeometry | list[at
         identity=register.identity,
         digest=hashlib.blake2b(facts, digest_size=16).digest(),
         hash_block_tokens=register.hash_block_tokens,
-        position=(register.shard.tp_rank, 0, 0),
+        position=(register.shard.tp_rank, register.shard.pp_rank, register.shard.dcp_rank),
     )
 
 

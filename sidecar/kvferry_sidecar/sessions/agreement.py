@@ -10,12 +10,16 @@ from collections.abc import Iterator
 
 from kvferry_connector.wire.attach import FieldRefusal, Group, RegisterEngine, RegisterRank
 from kvferry_connector.wire.names import NONCE_BYTES
+from msgspec.structs import replace
 
 from kvferry_sidecar.geometry.identity import compare_identity
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, Session
 from kvferry_sidecar.sessions.rules import check_rules
 
 _SAME_ARGUMENTS = "start all ranks of the engine with the same arguments and versions"
+# What a pipeline stage has of its own: its layers, and what is said of them.
+_STAGE_IDENTITY = frozenset({"attention_backends"})
+_STAGE_SPEC = frozenset({"backends", "kernel_blocks", "members"})
 _REPORT = "report it with both values: the connector describes its engine inconsistently"
 
 
@@ -52,15 +56,20 @@ def check_rank(peer: Peer, theirs: RegisterRank, geometry: RankGeometry) -> list
     if isinstance(scheduler, RegisterEngine):
         found += _hash_block(theirs.hash_block_tokens, scheduler.hash_block_tokens)
         found = found or check_rules(scheduler, geometry)
+    alike: list[Peer] = []
+    others: list[Peer] = []
     for rank, other in sorted(session.workers.items()):
         if other is peer or other.geometry is None:
             continue
         if geometry.position == other.geometry.position:
             text = f"tp, pp, dcp = {geometry.position}"
             found.append(FieldRefusal("shard", text, f"rank {rank} has the same", _REPORT))
-        found += _differences(theirs, geometry, other)
-        break  # the ranks known so far agree with each other
-    return found
+        same_stage = geometry.position[1] == other.geometry.position[1]
+        (alike if same_stage else others).append(other)
+    # The ranks known so far agree with each other.
+    if alike:
+        return found + _differences(theirs, geometry, alike[0])
+    return found + (_between_stages(theirs, others[0]) if others else [])
 
 
 def check_again(
@@ -137,16 +146,57 @@ def _differences(theirs: RegisterRank, geometry: RankGeometry, other: Peer) -> l
     ours = other.registration
     if other.geometry is None or not isinstance(ours, RegisterRank):
         return []
-    found: list[FieldRefusal] = []
-    if theirs.num_blocks != ours.num_blocks and theirs.serial == ours.serial:
-        found.append(
-            FieldRefusal(
-                "num_blocks", str(theirs.num_blocks), str(ours.num_blocks), _SAME_ARGUMENTS
-            )
-        )
+    found = _num_blocks(theirs, ours)
     if geometry.digest == other.geometry.digest:
         return found
-    found += compare_identity(theirs.identity, ours.identity)
+    found += _fields(theirs, ours)
+    if not found:
+        found.append(
+            FieldRefusal(
+                "geometry", geometry.digest.hex(), other.geometry.digest.hex(), _SAME_ARGUMENTS
+            )
+        )
+    return found
+
+
+def _between_stages(theirs: RegisterRank, other: Peer) -> list[FieldRefusal]:
+    """Name what two pipeline stages may not differ in: all but their layers."""
+    ours = other.registration
+    if not isinstance(ours, RegisterRank):
+        return []
+    return _num_blocks(theirs, ours) + _fields(_stage_free(theirs), _stage_free(ours))
+
+
+def _stage_free(rank: RegisterRank) -> RegisterRank:
+    """Return a registration without what each stage has of its own."""
+    groups = [
+        replace(
+            group,
+            layers=[],
+            detail="",
+            eagle=False,
+            # Of several specs, each stage names its own first layer's.
+            spec={} if "members" in group.spec else _without(group.spec, _STAGE_SPEC),
+        )
+        for group in rank.groups
+    ]
+    return replace(rank, identity=_without(rank.identity, _STAGE_IDENTITY), groups=groups)
+
+
+def _without(facts: dict[str, str], names: frozenset[str]) -> dict[str, str]:
+    return {name: value for name, value in facts.items() if name not in names}
+
+
+def _num_blocks(theirs: RegisterRank, ours: RegisterRank) -> list[FieldRefusal]:
+    if theirs.num_blocks == ours.num_blocks or theirs.serial != ours.serial:
+        return []
+    numbers = (str(theirs.num_blocks), str(ours.num_blocks))
+    return [FieldRefusal("num_blocks", *numbers, _SAME_ARGUMENTS)]
+
+
+def _fields(theirs: RegisterRank, ours: RegisterRank) -> list[FieldRefusal]:
+    """Compare what decides the meaning of a payload's bytes, field by field."""
+    found = compare_identity(theirs.identity, ours.identity)
     for name in ("hash_block_tokens", "layout"):
         mine, known = getattr(theirs, name), getattr(ours, name)
         if mine != known:
@@ -155,14 +205,7 @@ def _differences(theirs: RegisterRank, geometry: RankGeometry, other: Peer) -> l
         mine, known = getattr(theirs.shard, name), getattr(ours.shard, name)
         if mine != known:
             found.append(FieldRefusal(f"shard.{name}", str(mine), str(known), _SAME_ARGUMENTS))
-    found += _groups(theirs.groups, ours.groups)
-    if not found:
-        found.append(
-            FieldRefusal(
-                "geometry", geometry.digest.hex(), other.geometry.digest.hex(), _SAME_ARGUMENTS
-            )
-        )
-    return found
+    return found + list(_groups(theirs.groups, ours.groups))
 
 
 def _groups(theirs: list[Group], ours: list[Group]) -> Iterator[FieldRefusal]:

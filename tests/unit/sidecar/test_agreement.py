@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from kvferry_connector.wire.attach import Group, Refused, Registered, Rotate, Shard
+from kvferry_connector.wire.attach import (
+    Group,
+    Refused,
+    Registered,
+    RegisterRank,
+    Rotate,
+    Shard,
+)
 from kvferry_sidecar.sessions.rules import retention_of
 from support.node import Node
 from support.node_messages import VERSION, engine_registration, rank_registration
@@ -63,6 +71,46 @@ def test_a_session_with_a_refused_rank_never_becomes_ready(node: Node) -> None:
     registered(mended, rank_registration(1))
     node.pump(lambda: only_session(node).ready, "both ranks agree at last")
     close_all([scheduler, good, mended])
+
+
+def stage(pp_rank: int, *layers: list[str], tp_rank: int = 0, **changes: Any) -> RegisterRank:
+    """A rank of a pipeline of two stages; a group without layers has them all elsewhere."""
+    groups = [
+        Group(number, "full", 16, {"dtype": "x", "backends": "b" if names else ""}, names)
+        for number, names in enumerate(layers)
+    ]
+    shard = Shard(tp_rank=tp_rank, tp_size=2, pp_rank=pp_rank, pp_size=2)
+    return rank_registration(0, **({"shard": shard, "groups": groups} | changes))
+
+
+def test_pipeline_stages_differ_in_their_layers_only(node: Node) -> None:
+    halves = [attached(node, rank)[0] for rank in range(3)]
+    identity = {"model": "tiny", "hash_seed": "0", "attention_backends": "of its own layers"}
+    assert isinstance(registered(halves[0], stage(0, ["a", "b"], [])), Registered)
+    assert isinstance(registered(halves[1], stage(1, [], ["c"], identity=identity)), Registered)
+    refused = refused_fields(registered(halves[2], stage(0, ["a"], [], tp_rank=1)))
+    assert refused.keys() == {"groups[0].layers"}, "within a stage all is equal"
+    close_all(halves)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"groups": [Group(0, "full", 32, {"dtype": "x"}, ["c"])]}, {"groups[0].block_tokens"}),
+        ({"groups": [Group(0, "full", 16, {"dtype": "y"}, ["c"])]}, {"groups[0].spec"}),
+        ({"groups": []}, {"groups"}),
+        ({"identity": {"model": "other", "hash_seed": "0"}, "num_blocks": 9},
+         {"model", "num_blocks"}),
+    ],
+)  # fmt: skip
+def test_pipeline_stages_of_two_engines_are_refused(
+    node: Node, changes: dict[str, Any], fields: set[str]
+) -> None:
+    first, second = attached(node, 0)[0], attached(node, 1)[0]
+    registered(first, stage(0, ["a"]))
+    answer = registered(second, stage(1, ["c"], **changes))
+    assert refused_fields(answer).keys() == fields
+    close_all([first, second])
 
 
 def test_geometry_refusals_are_passed_on(node: Node) -> None:
