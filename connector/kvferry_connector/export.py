@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kvferry_connector.cuda import CudaError, Driver
 from kvferry_connector.half import MemoryHandle
 from kvferry_connector.wire.attach import Memory, attach_fds_max
 from kvferry_connector.wire.names import (
@@ -72,8 +73,10 @@ class KvMemory:
     def find(self, tensor: torch.Tensor) -> Buffer:
         """Return the buffer that holds the storage of ``tensor``.
 
-        Raises ExportError when the engine allocated it elsewhere.
+        Raises ExportError when the engine allocated it elsewhere, or on a GPU.
         """
+        if tensor.is_cuda:
+            raise ExportError(_on_gpu(tensor.data_ptr(), tensor.device.index))
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         for buffer in self._buffers:
@@ -125,6 +128,18 @@ class _ServeZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is not foll
             if shape is not None:
                 return self._allocate(prod(shape)).view(shape)
         return func(*args, **options)
+
+
+def _on_gpu(address: int, device: int) -> str:
+    """Say why KV memory on a GPU is not shared, or that only this version stands in the way."""
+    try:
+        allocation = Driver().export(address, device)
+    except CudaError as error:
+        return f"KV memory at {address:#x} of GPU {device} cannot be shared: {error}"
+    return (
+        f"KV memory is on GPU {allocation.gpu} ({allocation.total_bytes} bytes), and could be "
+        "shared; this version serves CPU engines only"
+    )
 
 
 def _served_shape(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[int, ...] | None:
