@@ -38,6 +38,7 @@ from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
 from kvferry_sidecar.observe.http.window import Window
 from kvferry_sidecar.observe.mailbox import Mailbox
 from kvferry_sidecar.pipeline import Pipeline
+from kvferry_sidecar.quarantine import Quarantine
 from kvferry_sidecar.reload import Reloader
 from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.liveness import Liveness
@@ -107,6 +108,7 @@ class App:
         self._pool = self._faults.pool(self._segment.pool)
         self._slow = self._open_slow_tiers(stack)
         self._copies = self._open_copies(stack)
+        quarantine = Quarantine(config.run_dir, self._degraded, log)
         self._pipeline = Pipeline(
             pool=self._pool,
             copies=self._copies,
@@ -118,6 +120,8 @@ class App:
                 for t in self._slow.tiers
             ],
             modes=config.loads,
+            quarantined=quarantine.namespaces,
+            on_difference=quarantine.add,
         )
         self._loop.watch(
             self._copies.wake_fd(), READ, lambda _, now_s: self._pipeline.on_copies(now_s)

@@ -275,6 +275,7 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "copy.threads": min(max(cpus // 4, 1), 8),
         "loads.mode": "overlapped",
         "loads.breaker": True,
+        "loads.shadow_percent": 0,
         "log.level": "info",
         "log.format": "console",
         "http.listen": HTTP_LISTEN,

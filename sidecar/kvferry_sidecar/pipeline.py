@@ -44,7 +44,7 @@ from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.outcomes.records import Prefixes, Records
 from kvferry_sidecar.outcomes.tombstones import Tombstones
 from kvferry_sidecar.sessions.admissions import Admissions
-from kvferry_sidecar.sessions.leases import LeaseTable
+from kvferry_sidecar.sessions.leases import LeaseKey, LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.announce import Announcer
 from kvferry_sidecar.stages.behind import WriteBehind
@@ -57,6 +57,7 @@ from kvferry_sidecar.stages.modes import DEFAULT_MODES, LoadModes
 from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.parts import End
 from kvferry_sidecar.stages.probes import Probes
+from kvferry_sidecar.stages.shadow import Shadows
 from kvferry_sidecar.stages.snapshot import PipelineSnapshot
 from kvferry_sidecar.stages.stores import StoreDesk, Tier
 from kvferry_sidecar.stages.views import (
@@ -74,6 +75,10 @@ __all__ = ["Pipeline", "PipelineSnapshot"]
 
 def _known_namespace(session: Session, version: bytes) -> bytes | None:
     return session.namespaces.get(version)
+
+
+def _nothing(_namespace: bytes, _seen: str) -> None:
+    """Nobody is told of differences."""
 
 
 def _ids_of(message: FromHalf) -> int:
@@ -97,6 +102,8 @@ class Pipeline:
         namespace_of: Callable[[Session, bytes], bytes | None] = _known_namespace,
         tiers: Sequence[Tier] = (),
         modes: LoadModes = DEFAULT_MODES,
+        quarantined: Sequence[bytes] = (),
+        on_difference: Callable[[bytes, str], None] = _nothing,
     ) -> None:
         self._stores = StoreDesk(tiers, limits, log)
         self._core = Core(
@@ -114,6 +121,7 @@ class Pipeline:
             leases=LeaseTable(pool.release, limits.lease_idle_ms_max),
             journal=Journal(pool, limits),
             breaker=Breaker(enabled=modes.breaker),
+            shadows=Shadows(pool, modes.shadow_percent, quarantined, on_difference),
             behind=WriteBehind(pool, self._stores, limits),
             announcer=Announcer(send, limits.announced_keys_max),
         )
@@ -143,6 +151,8 @@ class Pipeline:
                 self._probes.on_ask(peer, message, now_s)
             case Release():
                 self._probes.on_release(peer, message, now_s)
+                for admission in message.admissions:
+                    self._core.shadows.drop(LeaseKey(peer.session.life, admission))
             case Submit():
                 self._jobs.on_submit(peer, message, raw, now_s)
             case Cancel():
@@ -188,6 +198,7 @@ class Pipeline:
         if peer.role == "scheduler":
             self._core.announcer.gone(peer)
             self._probes.on_gone(peer)
+            self._core.shadows.drop_life(peer.session.life)
         else:
             self._jobs.on_gone(peer, reason, now_s)
 
@@ -337,6 +348,7 @@ class Pipeline:
             tombstone_collapses=core.tombstones.collapses,
             damaged_chunks=core.damaged_chunks,
             breaker=core.breaker.reading(),
+            shadow=core.shadows.reading(),
             violations=list(self._violations),
             queues=self._jobs.desk.queues(),
             oldest_job_s=self._jobs.oldest_s(now_s),

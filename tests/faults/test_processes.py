@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from kvferry_connector.wire.attach import Ready
@@ -117,6 +118,46 @@ def test_serialized_loads_bring_the_right_bytes() -> None:
         assert [engine.ended(number).status for number in numbers] == ["done"] * 6
         assert all(engine.holds(prompt, blocks) for prompt, blocks in prompts.items())
         wait_settled(sidecar.run_dir)
+
+
+def test_shadow_verification_quarantines_over_a_restart() -> None:
+    flags = ["--set", "loads.shadow_percent=100"]
+    with (
+        running_sidecar(pool_bytes=16 << 20, flags=flags) as sidecar,
+        client_engine(sidecar.run_dir) as engine,
+    ):
+        epoch = engine.wait_ready()
+        engine.put("prompt")
+        admission, answer = engine.lease("prompt", 3)
+        assert (answer.hit_tokens, answer.reason) == (0, "shadow")
+        engine.fill("prompt", (4, 5, 6))
+        engine.ended(engine.submit(engine.save_job("prompt", (4, 5, 6), admission=admission)))
+        assert _shadow(sidecar)["compared"] == 1
+        assert _shadow(sidecar)["differed"] == 0
+        admission, _ = engine.lease("prompt", 3)
+        engine.fill("other", (4, 5, 6))
+        engine.ended(engine.submit(engine.save_job("prompt", (4, 5, 6), admission=admission)))
+        assert _shadow(sidecar)["differed"] == 1
+        engine.probe(90, "prompt", 3)
+        assert engine.hint(90, 3).hit_tokens == 0
+        assert (
+            engine.ended(engine.submit(engine.save_job("new", (1, 2, 3)))).reason == "quarantined"
+        )
+        sidecar.kill()
+        sidecar.restart()
+        epoch = engine.wait_ready(beyond_epoch=epoch)
+        assert len(_shadow(sidecar)["quarantined"]) == 1
+        assert engine.get("prompt") == 0
+        (sidecar.run_dir / "quarantine").unlink()
+        sidecar.kill()
+        sidecar.restart()
+        engine.wait_ready(beyond_epoch=epoch)
+        assert engine.lease("prompt", 3)[1].reason == "shadow", "it is believed again"
+
+
+def _shadow(sidecar: SidecarUnderTest) -> dict[str, Any]:
+    found: dict[str, Any] = read_status(sidecar.run_dir)["pipeline"]["shadow"]
+    return found
 
 
 def _open(sidecar: SidecarUnderTest) -> dict[str, int]:

@@ -31,6 +31,8 @@ class Reason(enum.StrEnum):
     LEASES_MAX = "leases-max"
     LEASE_BUSY = "lease-busy"
     SLOWER = "slower"
+    SHADOW = "shadow"
+    QUARANTINED = "quarantined"
     # Frames that could not be taken.
     FRAMES = "frames"
     ROLE = "role"
@@ -131,6 +133,13 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.LEASES_MAX: Explanation(
         "the engine already leases as many pool entries as it may", "raise limits.leases_max"
+    ),
+    Reason.SHADOW: Explanation(
+        "the hit is computed and compared with what is stored", "nothing: see loads.shadow_percent"
+    ),
+    Reason.QUARANTINED: Explanation(
+        "a comparison with computed KV failed in this namespace: nothing of it is believed",
+        "find the cause (operations.md, shadow verification); delete RUN_DIR/quarantine, restart",
     ),
     Reason.SLOWER: Explanation(
         "loading takes this engine longer than computing",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry_connector.wire.hot import Error, FromSidecar
 
 from kvferry_sidecar.engines.base import CopyEngine
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.masks.objects import Objects
 from kvferry_sidecar.outcomes.ledger import Ledger
 from kvferry_sidecar.outcomes.reasons import EXPLANATIONS, Decline, Reason
 from kvferry_sidecar.outcomes.tombstones import Tombstones
-from kvferry_sidecar.sessions.admissions import Admissions
+from kvferry_sidecar.sessions.admissions import Admission, Admissions
 from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session, SessionKey
 from kvferry_sidecar.stages.announce import Announcer
@@ -23,6 +24,7 @@ from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.stages.modes import LoadModes
 from kvferry_sidecar.stages.outbox import Outbox
+from kvferry_sidecar.stages.shadow import Shadows
 from kvferry_sidecar.stages.shape import SessionShape, session_shape
 from kvferry_sidecar.tiers.host import HostTier
 
@@ -46,9 +48,10 @@ class Core:
     journal: Journal
     behind: WriteBehind
     announcer: Announcer
+    breaker: Breaker
+    shadows: Shadows
     draining: bool = False
     declines: Counter[Reason] = field(default_factory=Counter)
-    breaker: Breaker = field(default_factory=lambda: Breaker(enabled=True))
     skips: Counter[Reason] = field(default_factory=Counter)
     damaged_chunks: int = 0  # dropped with or behind a checksum mismatch
     _shapes: dict[SessionKey, SessionShape] = field(default_factory=dict)
@@ -56,6 +59,28 @@ class Core:
     def note_evictions(self) -> None:
         """Room was made in the pool: say whose objects have left it."""
         self.announcer.left(self.pool.take_evicted())
+
+    def closed(self, session: Session) -> Reason | None:
+        """Return why lookups of this session find nothing at all, or None."""
+        if self.draining:
+            return Reason.DRAINING
+        if self.shadows.suspects(session):
+            return Reason.QUARANTINED
+        return None if session.ready else Reason.NOT_READY
+
+    def withheld(
+        self,
+        session: Session,
+        shape: SessionShape,
+        admission: Admission,
+        wanted: Sequence[Objects],
+        span: tuple[int, int],
+    ) -> Reason | None:
+        """Return why the hit of the tokens ``span`` is not to be loaded, or None."""
+        if self.breaker.withholds(session.key, span[1] - span[0]):
+            return Reason.SLOWER
+        watched = self.shadows.watches(session, shape, admission, wanted)
+        return Reason.SHADOW if watched else None
 
     def shape(self, session: Session) -> SessionShape | None:
         """Return the session's groups and shards; None until every local rank registered."""

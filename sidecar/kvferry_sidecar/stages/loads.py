@@ -44,6 +44,8 @@ def open_load(
     if lease is None or lease.job is not None:
         what = "no lease" if lease is None else f"the lease of job {lease.job}"
         return Decline(Reason.LEASE, f"admission {job.admission} has {what}")
+    if core.namespace_of(session, job.version) in core.shadows.quarantined:
+        return Decline(Reason.QUARANTINED, "its namespace is quarantined")
     if job.version != lease.version:
         return Decline(Reason.VERSION, "the lease was given under another namespace version")
     if not lease.local_tokens <= job.local_tokens <= job.total_tokens <= lease.total_tokens:

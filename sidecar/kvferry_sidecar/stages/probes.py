@@ -129,7 +129,7 @@ class Probes:
         self, peer: Peer, probe: Probe, hashes: bytes
     ) -> tuple[SessionShape, Admission] | NeedFull | Reason:
         session = peer.session
-        closed = self._closed(session)
+        closed = self._core.closed(session)
         if closed is not None:
             return closed
         shape = self._core.shape(session)
@@ -222,7 +222,7 @@ class Probes:
         """Return the answer; None when staging will answer later."""
         session = peer.session
         key = LeaseKey(session.life, ask.admission)
-        closed = self._closed(session)
+        closed = self._core.closed(session)
         shape = self._core.shape(session)
         if closed is not None or shape is None:
             return self._nothing(peer, ask, closed or Reason.NOT_READY, now_s)
@@ -304,8 +304,8 @@ class Probes:
         wanted = needed_of_all(shape, present, span)
         if wanted is None:
             return None
-        if self._core.breaker.withholds(session.key, span[1] - span[0]):
-            return Reason.SLOWER
+        if why := self._core.withheld(session, shape, admission, wanted, span):
+            return why
         held = self._core.leases.entry_count(session.key)
         if held + sum(len(needed.ends) for needed in wanted) > self._core.limits.leases_max:
             return Reason.LEASES_MAX
@@ -347,11 +347,6 @@ class Probes:
         return Answer(ask.admission, ask.seq, 0, {}, reason)
 
     # --- both -------------------------------------------------------------------------------
-
-    def _closed(self, session: Session) -> Reason | None:
-        if self._core.draining:
-            return Reason.DRAINING
-        return None if session.ready else Reason.NOT_READY
 
     def _hit(self, shape: SessionShape, admission: Admission, max_tokens: int) -> int:
         return stored_hit(self._core.pool, shape, admission.keys, max_tokens=max_tokens).tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.plan.chunk_keys import keys_of_ends
 from kvferry_sidecar.plan.tables import Fault, Table, held_chunks, pick_blocks, read_tables
 from kvferry_sidecar.sessions.admissions import Keys
+from kvferry_sidecar.sessions.leases import LeaseKey
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.extents import rank_extents
@@ -57,6 +59,8 @@ def open_save(
     namespace = core.namespace_of(session, job.version)
     if namespace is None:
         return Decline(Reason.VERSION, "the namespace version is not known")
+    if namespace in core.shadows.quarantined:
+        return Decline(Reason.QUARANTINED, namespace.hex())
     fault = _form_fault(job, raw, shape, core.limits.hashes_max)
     if fault is not None:
         return fault
@@ -75,9 +79,37 @@ def open_save(
             return plan
         plans.append(plan)
     work = _reserve_all(core, shape, plans, _prefixes(core, session, shape, job))
-    if isinstance(work, SaveWork) and session.kv_events:
-        work.told_hashes = raw[1]
+    if isinstance(work, SaveWork):
+        work.told_hashes = raw[1] if session.kv_events else b""
+        work.shadow = _shadow_of(core, LeaseKey(session.life, job.admission), plans)
     return work
+
+
+@dataclass(frozen=True, slots=True)
+class _Shadow:
+    """A stored chunk's block, gathered into a slot of its own to be compared."""
+
+    key: LeaseKey
+    save: _GroupSave
+
+
+def _shadow_of(core: Core, key: LeaseKey, plans: list[_GroupPlan]) -> _Shadow | None:
+    """Reserve a slot for the block of a watched chunk, if this save names it."""
+    check = core.shadows.find(key)
+    for plan in plans:
+        if check is None or plan.shape.group != check.group:
+            continue
+        rows = np.flatnonzero((plan.keys == check.key).all(axis=1))[:1]
+        if len(rows):
+            # A key that no chunk has: nothing can hit it, and it is given back unfilled.
+            other = np.frombuffer(os.urandom(16), np.uint8).reshape(1, 16)
+            one = _GroupPlan(plan.shape, plan.ends[rows], other, plan.blocks[rows])
+            save = _reserve(core, one)
+            if len(save.entries):
+                core.shadows.claim(key)
+                return _Shadow(key, save)
+            core.shadows.drop(key)
+    return None
 
 
 class SaveWork:
@@ -91,6 +123,7 @@ class SaveWork:
     ) -> None:
         self._core = core
         self._shape = shape
+        self.shadow: _Shadow | None = None
         self.told_hashes = b""  # the job's, of an engine that publishes KV events
         self._groups = groups
         self._prefixes = prefixes
@@ -99,7 +132,8 @@ class SaveWork:
     def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
         """One gather per group that this rank holds layers of and that has new chunks for it."""
         planned = []
-        for index, save in enumerate(self._groups):
+        watched = [self.shadow.save] if self.shadow is not None else []
+        for index, save in enumerate([*self._groups, *watched]):
             turn = save.shape.stripe.turns[rank_index]
             extents = rank_extents(
                 peer,
@@ -136,6 +170,9 @@ class SaveWork:
                 self._core.behind.entered(save.keys, form_of(save.shape.stripe))
             else:
                 self._core.pool.abort(save.entries)
+        if self.shadow is not None:
+            shadow, self.shadow = self.shadow, None
+            self._core.shadows.settle(shadow.key, shadow.save.entries, whole=whole)
         if whole and self.told_hashes:
             self._announce(run)
         # The chunks before these were used too, by the engine itself: were they left to grow
@@ -159,6 +196,8 @@ class SaveWork:
 
     def _store_crcs(self, part: Part) -> None:
         for planned, result in part.results:
+            if planned.group_index == len(self._groups):
+                continue  # the shadow's, which is never committed
             save = self._groups[planned.group_index]
             stripe = save.shape.stripe
             shard, turn = stripe.shards[part.rank_index], stripe.turns[part.rank_index]

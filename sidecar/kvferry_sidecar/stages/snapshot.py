@@ -7,6 +7,7 @@ import msgspec
 from kvferry_sidecar.outcomes.histogram import HistogramReading
 from kvferry_sidecar.outcomes.ledger import Totals
 from kvferry_sidecar.stages.breaker import BreakerReading
+from kvferry_sidecar.stages.shadow import ShadowReading
 from kvferry_sidecar.stages.stores import TierSnapshot
 
 
@@ -64,3 +65,4 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
     tiers: list[TierSnapshot] = []  # slower ones, in the order they are asked
     staging: dict[str, int] = {}  # asks that waited for slower tiers, and bounds that were hit
     breaker: dict[str, BreakerReading] = {}  # load or recompute, by engine
+    shadow: ShadowReading | None = None  # hits computed and compared

@@ -13,6 +13,8 @@ import numpy as np
 from kvferry_native import Pool, PoolFull, PoolStats
 from numpy.typing import NDArray
 
+from kvferry_sidecar.tiers.store import memory_at
+
 Keys = NDArray[np.uint8]  # (n, 16)
 Entries = NDArray[np.uint32]  # (n,)
 
@@ -97,6 +99,11 @@ class HostTier:
     def payload_offsets(self, entries: Entries) -> NDArray[np.uint64]:
         """Bytes from the pool's start to each payload."""
         return self._pool.payload_offsets(entries)
+
+    def payload(self, entries: Entries, count: int) -> NDArray[np.uint8]:
+        """The first entry's ``count`` payload bytes, in place: valid while it is held."""
+        at = self.address + int(self.payload_offsets(entries)[0])
+        return np.frombuffer(memory_at(at, count), np.uint8)
 
     def seeds(self, entries: Entries) -> NDArray[np.uint32]:
         """CRC seed of each entry, from its key."""
