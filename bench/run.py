@@ -28,6 +28,7 @@ BENCHES = (
     "path",
     "memory",
     "observe",
+    "stores",
     "demo",
 )
 RESULTS = Path(__file__).parent / "results" / "latest.json"

@@ -27,6 +27,7 @@ FOLDER = "kvferry"  # within the configured path
 REGIONS_MIN = 8
 REGION_BYTES_MIN = 1 << 20
 REGION_BYTES_MAX = 64 << 20
+CLOSED = "closed"  # in the file ``session``, else the boot that the index belongs to
 read_errors_max = 16
 
 
@@ -54,8 +55,8 @@ class DiskStore:
             _check_free(data, total_bytes, free_bytes_min)
             self._file = DataFile(data, regions * region_bytes)
             stack.callback(self._file.close)
-            self._index = _open_index(folder / "index", region_bytes // BLOCK_BYTES, regions, log)
-            stack.callback(self._index.close)
+            self._index = _open_index(folder, region_bytes // BLOCK_BYTES, regions, log)
+            self._session = folder / "session"
             if not self._index.warm:
                 log.info("disk tier starts empty", path=str(path))
             self._stack = stack.pop_all()
@@ -108,8 +109,9 @@ class DiskStore:
 
     def close(self) -> None:
         """See Store."""
-        with contextlib.suppress(lmdb.Error):  # the disk may be the reason for the end
-            self._stack.close()
+        with contextlib.suppress(lmdb.Error, OSError), self._stack:  # the disk may have failed
+            self._index.close()
+            _write(self._session, CLOSED)
 
     def _read(self, items: Sequence[Item], rows: list[Row | None]) -> list[bytes | None]:
         places = [None if row is None else row.place for row in rows]
@@ -175,13 +177,39 @@ def _runs(items: Sequence[Item], places: Sequence[Place | None]) -> Iterator[tup
 
 
 def _open_index(folder: Path, region_blocks: int, regions: int, log: Log) -> DiskIndex:
-    """Open the index; a damaged one is replaced, which forgets what was stored."""
+    """Open the index; one that may be damaged is replaced, which forgets what was stored."""
+    index, session = folder / "index", folder / "session"
+    if index.exists() and _read(session) not in (CLOSED, _boot_id()):
+        _replace(index, "the machine went down without closing it", log)
+    _write(session, _boot_id())
     try:
-        return DiskIndex(folder, region_blocks, regions)
+        return DiskIndex(index, region_blocks, regions)
     except DAMAGED as error:
-        log.warning("disk index replaced: its objects are lost", index=str(folder), reason=error)
-        shutil.rmtree(folder)
-        return DiskIndex(folder, region_blocks, regions)
+        _replace(index, str(error), log)
+        return DiskIndex(index, region_blocks, regions)
+
+
+def _replace(index: Path, reason: str, log: Log) -> None:
+    log.warning("disk index replaced: its objects are lost", index=str(index), reason=reason)
+    shutil.rmtree(index)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a small file, on the disk when this returns."""
+    fresh = path.with_suffix(".new")
+    with fresh.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
 
 
 def _check_private(folder: Path) -> None:

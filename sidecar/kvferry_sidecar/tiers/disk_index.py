@@ -6,7 +6,9 @@ sequential, and there is nothing to fragment.
 
 Crash rules. An object's row is committed after its bytes were written, and a region's rows are
 deleted before its bytes are overwritten: whoever is killed between them leaves rows that are
-right, or none. After a power loss bytes may lag behind rows; then the checksum does not match.
+right, or none. Commits are not flushed: a kill loses nothing of them, a machine that goes down
+may leave a broken index. So ``session`` beside the index names the boot that it belongs to, or
+says that it was closed and flushed; after any other end the index starts empty.
 
 A reader pins the region that it reads; a region that is being given up is taken for empty.
 """
@@ -57,7 +59,7 @@ class DiskIndex:
         self.given_up = 0
         map_bytes = max(_map_bytes_min, regions * region_blocks * BLOCK_BYTES // 64)
         self._env = lmdb.open(
-            str(folder), map_size=map_bytes, max_dbs=4, max_readers=_readers_max, metasync=False
+            str(folder), map_size=map_bytes, max_dbs=4, max_readers=_readers_max, sync=False
         )
         try:
             self._env.reader_check()  # readers that were killed

@@ -123,6 +123,21 @@ def test_a_damaged_index_starts_empty(rig, damage):
     assert put(rig.store, items(rig, 0, 4)) == [True] * 4
 
 
+def test_a_machine_that_went_down_starts_empty(rig):
+    """The index is not flushed: only this boot, or a closed one, can be trusted."""
+    put(rig.store, items(rig, 0, 4))
+    session = rig.path / "kvferry" / "session"
+    assert session.read_text() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    rig.reopen()
+    assert rig.store.facts()["objects"] == 4
+    rig.store.close()
+    assert session.read_text() == disk.CLOSED
+    session.write_text("another boot")
+    rig.store = open_disk(rig.path, rig.total_bytes)
+    assert rig.store.facts()["objects"] == 0
+    assert put(rig.store, items(rig, 0, 4)) == [True] * 4
+
+
 def test_one_sidecar_at_a_time(rig):
     script = (
         "import sys; from support.store_rigs import open_disk; from pathlib import Path\n"
