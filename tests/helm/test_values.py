@@ -60,7 +60,8 @@ REFUSED = [
     ("remote.url", "redis://:secret@cache"),
     ("remote.url", "cache:6379"),
     ("remote.mooncake.segmentSize", "64GB"),
-    ("remote.mooncake.protocol", "ib"),
+    ("remote.protocol", "ib"),
+    ("remote.dfkv.library", "libdfkv.so"),
     ("http.listen", "everywhere"),
     ("http.readiness", "strict"),
     ("monitoring.interval", "15"),
@@ -75,8 +76,14 @@ def test_a_bad_value_is_refused_by_its_name(path, value):
 
 
 def test_rdma_needs_a_device():
-    with pytest.raises(helm_python.HelmError, match="device"):
-        render(with_value("remote.mooncake.protocol", "rdma"))
+    store = {"url": "mooncake://master:50051", "protocol": "rdma"}
+    with pytest.raises(helm_python.HelmError, match=r"remote\.mooncake\.device"):
+        render({**MINIMAL, "remote": store})
+
+
+def test_dfkv_needs_its_library():
+    with pytest.raises(helm_python.HelmError, match=r"remote\.dfkv\.library"):
+        render({**MINIMAL, "remote": {"url": "dfkv://n1=10.0.0.1:12001"}})
 
 
 def test_two_stores_are_refused():

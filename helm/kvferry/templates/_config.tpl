@@ -23,10 +23,15 @@ tiers:
     {{- if .Values.remote.password.existingSecret }}
     password_file: {{ include "kvferry.secretsDir" . }}/store/password
     {{- end }}
+    {{- if not (hasPrefix "redis" (include "kvferry.remoteUrl" .)) }}
+    protocol: {{ .Values.remote.protocol }}
+    {{- end }}
+    {{- if hasPrefix "dfkv" (include "kvferry.remoteUrl" .) }}
+    library: {{ required "remote.dfkv.library: give the path of the cluster's libdfkv.so" .Values.remote.dfkv.library | quote }}
+    {{- end }}
     {{- if hasPrefix "mooncake:" (include "kvferry.remoteUrl" .) }}
-    protocol: {{ .Values.remote.mooncake.protocol }}
-    {{- if eq .Values.remote.mooncake.protocol "rdma" }}
-    device: {{ .Values.remote.mooncake.device | quote }}
+    {{- if eq .Values.remote.protocol "rdma" }}
+    device: {{ required "remote.mooncake.device: rdma needs a device, for example mlx5_0" .Values.remote.mooncake.device | quote }}
     {{- end }}
     replicas: {{ int64 .Values.remote.mooncake.replicas }}
     {{- with .Values.remote.mooncake.segmentSize }}
