@@ -72,12 +72,18 @@ format: setup ## bring Python and C++ into shape
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE_STYLED)
 
+# Plain files, built into the package; the sources of what they are made of are no part of it.
+.PHONY: ui
+ui: ## build the page of /ui/ (needs Node 18 or newer and npm)
+	cd ui && npm ci --no-audit --no-fund --ignore-scripts && npm run build
+
 .PHONY: bench
 bench: setup ## measure; writes bench/results/latest.json
 	$(BIN)/python -m bench.run
 
 .PHONY: clean
 clean: ## remove what was built; keeps .venv (rm -r .venv to drop that too)
+	rm -rf ui/node_modules sidecar/kvferry_sidecar/observe/http/page
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f $(STAMP)
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

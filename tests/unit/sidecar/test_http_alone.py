@@ -12,10 +12,13 @@ import pytest
 import structlog
 from kvferry_sidecar.errors import HttpError
 from kvferry_sidecar.loop import READ, Loop
+from kvferry_sidecar.observe.http import ui
 from kvferry_sidecar.observe.http.guard import read_token
 from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
 from kvferry_sidecar.observe.http.window import Window
 from kvferry_sidecar.observe.mailbox import BusyError, Mailbox, questions_max
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 from support.http import Http
 from support.serving import servings
 from support.waiting import wait_until
@@ -117,3 +120,12 @@ def test_a_token_that_is_no_secret_is_refused(tmp_path, text, words):
     with pytest.raises(HttpError, match="cannot be read"):
         read_token(str(tmp_path / "absent"))
     assert read_token("") == ""
+
+
+def test_without_a_built_page_it_says_how_to_build_it(tmp_path):
+    client = TestClient(Starlette(routes=ui.routes(tmp_path)), follow_redirects=False)
+    answer = client.get("/ui/")
+    assert (answer.status_code, "make ui" in answer.text) == (501, True)
+    assert client.get("/").headers["location"] == "ui/"
+    (tmp_path / "index.html").write_text("built")
+    assert TestClient(Starlette(routes=ui.routes(tmp_path))).get("/ui/").text == "built"

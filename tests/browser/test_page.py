@@ -1,0 +1,146 @@
+"""The page of /ui/ in a real Chromium, against a real sidecar that served real jobs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from urllib.parse import urlsplit
+
+import pytest
+from kvferry_sidecar.observe.http.ui import PAGE
+from support.hot_engine import HotEngine
+from support.http import Http
+from support.raw_half import KvMemory, attach_pair
+from support.sidecar import running_sidecar
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+VIEWS = ("", "requests", "flight", "namespaces", "events", "doctor", "settings", "actions")
+PANELS = (
+    "Engines and ranks", "Hits, in tokens", "Why tokens missed", "Host pool", "Throughput",
+    "Latency by stage", "Break-even", "Evictions", "Failures and refusals", "Queues",
+    "Control loop", "Hottest prefixes", "Slower tiers",
+)  # fmt: skip
+TOKEN = "token-of-the-page-0123456789"
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian package chromium)"),
+    pytest.mark.skipif(not (PAGE / "index.html").is_file(), reason="the page: make ui, with npm"),
+]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """A sidecar with hits, misses, an open lease, and an engine that is attached."""
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_text(TOKEN)
+    flags = ("--http-listen", "127.0.0.1:0", "--set", f"http.token_file={file}")
+    with running_sidecar(pool_bytes=8 << 20, flags=flags) as sidecar:
+        memory = KvMemory()
+        halves = attach_pair(sidecar.run_dir, memory, b"U" * 16)
+        engine = HotEngine(*halves, memory, b"U" * 16)
+        engine.put("hot prompt", [1, 2, 3])
+        for _ in range(3):
+            assert engine.get("hot prompt", [4, 5, 6]) == 48
+        assert engine.get("cold prompt", [4, 5, 6]) == 0
+        engine.lease("hot prompt", 3)
+        events = Http(sidecar.run_dir / "http.sock").get("/api/v1/events").json()
+        yield next(e["address"] for e in events if e.get("setting") == "http.listen")
+        for half in halves:
+            half.close()
+        memory.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        flags = ["--no-sandbox", "--disable-background-networking", "--disable-gpu"]
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(browser, address, request):
+    """A page whose every request and every complaint is looked at."""
+    context = browser.new_context(color_scheme=request.param)
+    one = context.new_page()
+    asked, complaints = [], []
+    one.on("request", lambda r: asked.append(r.url))
+    one.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else 0)
+    one.on("pageerror", lambda error: complaints.append(str(error)))
+    one.goto(f"http://{address}/")
+    one.get_by_text("ready", exact=True).first.wait_for()
+    yield one
+    context.close()
+    assert complaints == []
+    assert {urlsplit(url).netloc for url in asked} == {address}
+
+
+def test_every_panel_is_there_and_live(page, tmp_path):
+    for title in PANELS:
+        page.get_by_role("region", name=title, exact=True).wait_for()
+    funnel = page.get_by_role("region", name="Hits, in tokens")
+    assert "192 (80 %)" in funnel.inner_text()  # offered, the open lease too
+    assert "144 (60 %)" in funnel.inner_text()  # loaded
+    assert "from host" in funnel.inner_text()
+    page.wait_for_function("document.querySelectorAll('canvas').length >= 3")
+    ticks = page.get_by_role("region", name="Control loop").locator("dd").first
+    before = ticks.inner_text()
+    page.wait_for_function(
+        "([node, text]) => node.innerText !== text", arg=[ticks.element_handle(), before]
+    )
+    page.screenshot(path=tmp_path / "overview.png", full_page=True)
+
+
+def test_every_view_opens_by_its_link(page):
+    for view in VIEWS:
+        page.locator(f'nav a[href="#/{view}"]').click()
+        page.locator("main section").first.wait_for()
+        assert page.locator("main section h2").first.inner_text()
+
+
+def test_a_request_is_told_in_words_with_its_timeline(page, tmp_path):
+    page.goto(page.url.partition("#")[0] + "#/requests?reason=absent")
+    page.get_by_role("link", name="cold prompt").click()
+    page.get_by_text("No hit: the next chunk of the prefix is in no tier").wait_for()
+    page.goto(page.url.partition("#")[0] + "#/requests/hot%20prompt")
+    page.get_by_text("Loaded 48 tokens").first.wait_for()
+    assert page.locator("svg.timeline rect").count() >= 5
+    page.screenshot(path=tmp_path / "request.png", full_page=True)
+
+
+def test_leases_have_owners_and_geometry_is_drawn(page):
+    page.locator('nav a[href="#/flight"]').click()
+    page.get_by_role("region", name="Leases").get_by_text("raw/one").wait_for()
+    page.locator('nav a[href="#/namespaces"]').click()
+    page.get_by_text(re.compile("group 0: full, blocks of 16 tokens")).wait_for()
+    assert page.locator("svg.chunks").count() == 1
+
+
+def test_an_action_is_planned_first_and_needs_the_token(page):
+    page.locator('nav a[href="#/actions"]').click()
+    page.locator("input[type=password]").fill(TOKEN)
+    page.get_by_role("button", name="clear-pool").click()
+    page.get_by_text('"dry_run":true').wait_for()
+    page.get_by_role("button", name="Leave it").click()
+    page.get_by_role("button", name="reload").click()
+    page.get_by_role("button", name="Do it").click()
+    page.get_by_text('done: {"action":"reload"').wait_for()
+
+
+def test_the_keyboard_reaches_the_views(page):
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_function("location.hash === '#/requests'")
+
+
+def test_a_phone_does_not_scroll_sideways(page, tmp_path):
+    page.set_viewport_size({"width": 390, "height": 844})
+    for view in VIEWS:
+        page.locator(f'nav a[href="#/{view}"]').click()
+        page.locator("main section").first.wait_for()
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 390, view
+    page.screenshot(path=tmp_path / "phone.png")

@@ -1,0 +1,79 @@
+// What the sidecar says: a stream of its status and its log, and questions on demand.
+import { useEffect, useState } from "preact/hooks";
+
+const API = "../api/v1/";
+const KEPT = 300; // points of the charts: five minutes
+
+export const get = async (path) => {
+  const answer = await fetch(API + path);
+  const body = await answer.json();
+  if (!answer.ok) throw new Error(`${body.message}; ${body.remedy}`);
+  return body;
+};
+
+export const act = async (name, body, token) => {
+  const headers = { "Content-Type": "application/json" };
+  if (token) headers.Authorization = `Bearer ${token}`;
+  const answer = await fetch(`${API}actions/${name}`, { method: "POST", headers, body: JSON.stringify(body) });
+  const told = await answer.json();
+  if (!answer.ok) throw new Error(`${told.message}; ${told.remedy}`);
+  return told;
+};
+
+// The status, once a second; `series` holds rates between two of them.
+export const useLive = () => {
+  const [live, set] = useState({ status: null, trouble: "connecting", events: [], series: [] });
+  useEffect(() => {
+    get("events").then((events) => set((old) => ({ ...old, events })), () => {});
+    const source = new EventSource(`${API}stream`);
+    source.addEventListener("status", (message) => {
+      const status = JSON.parse(message.data);
+      set((old) => ({ ...old, status, trouble: "", series: extend(old.series, old.status, status) }));
+    });
+    source.addEventListener("log", (message) => {
+      const event = JSON.parse(message.data);
+      set((old) => ({ ...old, events: [...old.events.slice(-499), event] }));
+    });
+    source.addEventListener("unavailable", (message) =>
+      set((old) => ({ ...old, trouble: JSON.parse(message.data) })),
+    );
+    source.onerror = () => set((old) => ({ ...old, trouble: "the sidecar does not answer; trying again" }));
+    return () => source.close();
+  }, []);
+  return live;
+};
+
+const extend = (series, before, after) => {
+  if (!before || before.epoch !== after.epoch) return series;
+  const span = Math.max(after.uptime_s - before.uptime_s, 0.1);
+  const rate = (read) => Math.max(0, (read(after) - read(before)) / span);
+  const point = {
+    at: Date.now() / 1000,
+    loaded: rate((s) => s.pipeline.ledger.loaded_bytes),
+    saved: rate((s) => s.pipeline.ledger.saved_bytes),
+    hit: rate((s) => s.pipeline.hit_tokens),
+    missed: rate((s) => s.pipeline.missed_tokens),
+    evicted: rate((s) => s.pool.evictions),
+  };
+  return [...series.slice(1 - KEPT), point];
+};
+
+// Ask again and again while the panel is shown.
+export const usePoll = (path, every_ms = 2000) => {
+  const [answer, set] = useState({ data: null, error: "" });
+  useEffect(() => {
+    let shown = true;
+    const ask = () =>
+      get(path).then(
+        (data) => shown && set({ data, error: "" }),
+        (error) => shown && set((old) => ({ ...old, error: String(error.message) })),
+      );
+    ask();
+    const timer = setInterval(ask, every_ms);
+    return () => {
+      shown = false;
+      clearInterval(timer);
+    };
+  }, [path, every_ms]);
+  return answer;
+};

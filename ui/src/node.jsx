@@ -1,0 +1,176 @@
+// The node: namespaces and their geometry, events, settings, doctor, actions.
+import { useState } from "preact/hooks";
+import { bytes, count, seconds } from "./format.js";
+import { act, usePoll } from "./live.js";
+import { Facts, Panel, Table } from "./parts.jsx";
+
+const Chunks = ({ group, tokens }) => {
+  const width = 1000;
+  const scale = width / Math.max(tokens, 1);
+  return (
+    <svg class="chunks" viewBox={`0 0 ${width} 22`} role="img" aria-label={`chunks of group ${group.group}`}>
+      <rect class="all" x={0} y={3} width={Math.min(width, group.chunks * group.block_tokens * scale)} height={16} />
+      <rect
+        class="needed"
+        x={group.first * group.block_tokens * scale}
+        y={3}
+        width={Math.max(0, (group.chunks - group.first) * group.block_tokens * scale)}
+        height={16}
+      />
+    </svg>
+  );
+};
+
+const Geometry = ({ session }) => {
+  const [tokens, setTokens] = useState(4096);
+  const name = `${session.engine_id}/${session.instance_id}`;
+  const path = `groups?engine=${encodeURIComponent(name)}&tokens=${tokens}`;
+  const { data, error } = usePoll(path, 10000);
+  return (
+    <Panel title={`Geometry of ${name}`} wide note={error || "Filled: the chunks that a hit of this length needs."}>
+      <label>
+        a hit of{" "}
+        <input type="number" min={1} max={1000000} value={tokens} onChange={(e) => setTokens(Number(e.target.value) || 1)} /> tokens
+      </label>
+      {(data ?? []).map((group) => (
+        <div key={group.group}>
+          <p>
+            group {group.group}: {group.kind}, blocks of {group.block_tokens} tokens
+            {group.window_tokens ? `, window ${group.window_tokens}` : ""}, saved: {group.save_rule}, {bytes(group.stripe_bytes)} a
+            chunk; needs {count(group.chunks - group.first)} of {count(group.chunks)} chunks
+            {group.eagle ? "; a drafter drops the last" : ""}
+          </p>
+          <Chunks group={group} tokens={tokens} />
+        </div>
+      ))}
+    </Panel>
+  );
+};
+
+export const Namespaces = ({ status }) => (
+  <div class="grid">
+    <Panel title="Namespaces" wide note="Bytes and quotas per namespace are not counted: objects do not name theirs.">
+      <Table
+        empty="No engine is attached."
+        columns={["namespace", "engine", "model", "tokens of a block", "saved", "not shared because"]}
+        rows={status.sessions.map((s) => [s.namespace.slice(0, 16), `${s.engine_id}/${s.instance_id}`, s.identity.model ?? "", s.block_tokens.join(", "), s.save_rules.join(", "), s.notes.join(" ")])}
+      />
+    </Panel>
+    {status.sessions.filter((s) => s.ready).map((s) => <Geometry key={s.engine_id + s.instance_id} session={s} />)}
+  </div>
+);
+
+export const Events = ({ events }) => (
+  <Panel title="Events" wide>
+    <Table
+      empty="None yet."
+      columns={["time", "level", "event", "facts"]}
+      rows={[...events].reverse().map(({ timestamp, level, event, part, ...facts }) => [
+        (timestamp ?? "").slice(11, 23),
+        level,
+        `${part}: ${event}`,
+        Object.entries(facts).map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(" "),
+      ])}
+    />
+  </Panel>
+);
+
+export const Settings = () => {
+  const { data, error } = usePoll("config", 10000);
+  return (
+    <Panel title="Settings in effect" wide note={error}>
+      <Table empty="None." columns={["key", "value", "from"]} rows={(data ?? []).map((row) => [row.key, row.value, row.origin])} />
+    </Panel>
+  );
+};
+
+export const Doctor = ({ status }) => {
+  const { data, error } = usePoll("doctor", 30000);
+  return (
+    <Panel title="Doctor" wide note={error}>
+      <p>
+        <a href="../debug/bundle" download>
+          Download a support bundle
+        </a>
+      </p>
+      <Table
+        empty="Not examined yet."
+        columns={["verdict", "check", "found", "remedy"]}
+        rows={[
+          ...Object.entries(status.degraded ?? {}).map(([what, text]) => ["degraded", what, text, ""]),
+          ...(data ?? []).map((line) => [<span class={`verdict-${line.verdict}`}>{line.verdict}</span>, line.check, line.text, line.remedy]),
+        ]}
+      />
+    </Panel>
+  );
+};
+
+const ACTIONS = [
+  ["release-stale", "Release leases that no job owns and nothing confirmed for 5 s.", { idle_s: 5 }],
+  ["clear-pool", "Drop every object that is neither leased nor being written.", {}],
+  ["reload", "Read the configuration again.", {}],
+  ["log-level", "Log everything (debug) until the next reload.", { level: "debug" }],
+  ["drain", "Take no new work, end what is in flight, and exit.", {}],
+];
+
+const Action = ({ name, text, body, token }) => {
+  const [planned, plan] = useState(null);
+  const [told, tell] = useState("");
+  const run = (dry_run) =>
+    act(name, { ...body, dry_run }, token).then(
+      (did) => (dry_run ? plan(did) : (plan(null), tell(`done: ${JSON.stringify(did)}`))),
+      (error) => (plan(null), tell(error.message)),
+    );
+  return (
+    <div class="action">
+      <p>
+        <strong>{name}</strong> {text}
+      </p>
+      {planned ? (
+        <p role="alert">
+          It would: <code>{JSON.stringify(planned)}</code>{" "}
+          <button class="danger" onClick={() => run(false)}>
+            Do it
+          </button>{" "}
+          <button onClick={() => plan(null)}>Leave it</button>
+        </p>
+      ) : (
+        <button onClick={() => run(true)}>{name} …</button>
+      )}
+      {told && <p class="note" role="status">{told}</p>}
+    </div>
+  );
+};
+
+export const Actions = () => {
+  const [token, setToken] = useState("");
+  return (
+    <Panel title="Actions" wide note="Each is first only planned. Pinning, pausing saves and flushing a tier do not exist yet.">
+      <label>
+        token of http.token_file <input type="password" autocomplete="off" value={token} onInput={(e) => setToken(e.target.value)} />
+      </label>
+      {ACTIONS.map(([name, text, body]) => (
+        <Action key={name} name={name} text={text} body={body} token={token} />
+      ))}
+      <Facts rows={[["without a token", "kvferry act ACTION, on the node"]]} />
+    </Panel>
+  );
+};
+
+export const Strip = ({ status, trouble }) => (
+  <p class="strip" role="status">
+    <span class={`state state-${trouble ? "bad" : status?.state}`}>{trouble || status.state}</span>
+    {status && (
+      <>
+        <span>kvferry {status.kvferry}</span>
+        <span>up {seconds(status.uptime_s)}</span>
+        <span>epoch {status.epoch.slice(0, 8)}</span>
+        <span>pid {status.pid}</span>
+        <span>
+          {status.sessions.filter((s) => s.ready).length} of {status.sessions.length} engines ready
+        </span>
+        <span>engines by shared memory</span>
+      </>
+    )}
+  </p>
+);
