@@ -16,6 +16,7 @@ NATIVE := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -
 NATIVE_BUILT := $(filter-out native/tests/%,$(NATIVE))
 NATIVE_STYLED := $(filter %.cpp %.h %.inc,$(NATIVE))
 MODEL ?= llama
+MINUTES ?= 10
 TESTS ?= tests
 
 # Reused until the packaging or the native sources change; then pip builds again, in place.
@@ -51,6 +52,10 @@ test-long: setup ## run the long gate: more seeds, more examples, longer runs
 test-dfkv: setup ## run the store suite against a real dfkv (LIB=libdfkv.so MEMBERS=name=ip:port,...)
 	$(BIN)/python -m pytest -q tests/conformance/test_store.py -k dfkv-real \
 	  --dfkv-lib '$(LIB)' --dfkv-members '$(MEMBERS)'
+
+.PHONY: soak
+soak: setup ## real engines under random traffic and random faults (MINUTES=10)
+	$(BIN)/python -m pytest -m long -s tests/soak --soak-minutes $(MINUTES)
 
 # Each native test is a program of its own, built once per sanitizer set without Python.
 .PHONY: native-test

@@ -29,6 +29,7 @@ BENCHES = (
     "memory",
     "observe",
     "stores",
+    "recovery",
     "demo",
 )
 RESULTS = Path(__file__).parent / "results" / "latest.json"

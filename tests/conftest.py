@@ -21,6 +21,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """A real dfkv cluster for the conformance suite: `make test-dfkv`."""
+    """A real dfkv cluster for the conformance suite: `make test-dfkv`; minutes of `make soak`."""
+    parser.addoption("--soak-minutes", default="3", help="how long tests/soak runs")
     parser.addoption("--dfkv-lib", default="", help="the cluster's libdfkv.so")
     parser.addoption("--dfkv-members", default="", help="its servers: name=ip:port,...")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from kvferry_connector.wire.hot import JobState, JobStatus, NeedFull, Outcome
+from kvferry_sidecar.cli.api import Api
 from kvferry_sidecar.faults.rules import DOWN, UP
 from support.books import read_status, wait_settled
 from support.client_half import client_engine
@@ -39,7 +40,7 @@ def sidecar() -> Iterator[SidecarUnderTest]:
 
 @pytest.fixture(scope="module")
 def engine(sidecar: SidecarUnderTest) -> Iterator[PatientEngine]:
-    with client_engine(sidecar.run_dir, heartbeat_ms=50) as found:
+    with client_engine(sidecar.run_dir, heartbeat_ms=50, kv_events=True) as found:
         yield PatientEngine(found)
 
 
@@ -59,6 +60,7 @@ def test_whatever_happens_to_a_kind_of_frame(
     assert engine.refused().remedy
     assert _unknown(engine) == "unknown"
     _ask_for_nothing(engine)
+    Api(sidecar.run_dir).act("clear-pool")  # what publishes events is told
     kit.wait_fired()
     kit.rules()
     wait_until(lambda: engine.tend() or _unacked(sidecar) == 0, "every outcome is acknowledged")

@@ -83,6 +83,7 @@ class ClientEngine(HotEngine):
         heartbeat_ms: int,
         instance_id: str = "one",
         *,
+        kv_events: bool = False,
         wait: bool = True,
     ) -> None:
         life = os.urandom(16)
@@ -93,7 +94,7 @@ class ClientEngine(HotEngine):
                 Client(
                     config,
                     Half("scheduler", engine_id, instance_id),
-                    engine_registration([0], life),
+                    engine_registration([0], life, kv_events=kv_events),
                 )
             ),
             ClientHalf(
@@ -131,12 +132,15 @@ def client_engine(
     engine_id: str = "client",
     instance_id: str = "one",
     heartbeat_ms: int = 100,
+    kv_events: bool = False,
     **memory: int,
 ) -> Iterator[ClientEngine]:
     """Yield an engine of real clients that is ready. ``memory``: of KvMemory."""
     kv = KvMemory(**memory)
     try:
-        engine = ClientEngine(run_dir, kv, engine_id, heartbeat_ms, instance_id)
+        engine = ClientEngine(
+            run_dir, kv, engine_id, heartbeat_ms, instance_id, kv_events=kv_events
+        )
         try:
             yield engine
         finally:

@@ -27,6 +27,7 @@ from kvferry_connector.wire.attach import (
     Rotate,
     ToPeer,
 )
+from kvferry_connector.wire.codec import ids_max
 from kvferry_connector.wire.hot import FromHalf, FromSidecar
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.sessions.registry import Offer
@@ -58,6 +59,8 @@ class SimClient:
         self.unproven: dict[int, float] = {}  # epoch -> when its death is seen; inf: it lives
         self.inbox: deque[SimFrame] = deque()
         self.live: tuple[int, list[int]] = (0, [])
+        self.token_ns = 0
+        self.acks: list[int] = []
         self.peer: Peer | None = None  # what the sidecar of ``published`` calls us
         self.last_ack_s = 0.0
         self.next_s = 0.0  # when the next attach or beat is due
@@ -103,6 +106,12 @@ class SimClient:
     def set_live(self, as_of: int, live: Sequence[int]) -> None:
         self.live = (as_of, list(live))
 
+    def set_pace(self, token_ns: int) -> None:
+        self.token_ns = token_ns
+
+    def set_acks(self, jobs: list[int]) -> None:
+        self.acks = jobs
+
     def rotate(self, version: bytes) -> None:
         self.registration = msgspec.structs.replace(self.registration, version=version)
         self._say(Rotate(version))
@@ -134,7 +143,7 @@ class SimClient:
                 self._attach(sidecar, now_s)
             else:
                 self._beats += 1
-                self._say(Heartbeat(self._beats, *self.live))
+                self._say(Heartbeat(self._beats, *self.live, self.acks[:ids_max], self.token_ns))
                 self.next_s = now_s + BEAT_S
 
     def pushed(self, message: ToPeer, now_s: float) -> None:

@@ -29,6 +29,7 @@ from kvferry_connector.wire.hot import (
     Submit,
 )
 
+# Without Stored and Removed, which routers read: nothing rests on them.
 KINDS = (
     Probe, Ask, Release, Submit, Cancel, JobStatus, OutcomeAck,
     Hint, Answer, NeedFull, Outcome, JobState, Error,

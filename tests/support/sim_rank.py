@@ -119,6 +119,7 @@ class SimRank:
             Offer(self.fence, {0: geometry}),
         )
         self.half._client = self.client
+        self.client.set_acks(self.half._acks)
 
     def runs(self, now_s: float) -> bool:
         """Whether it has something to do and gets to do it."""
