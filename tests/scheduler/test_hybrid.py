@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduler_configs import chunked, full, swa
+from support.scheduler_configs import chunked, full, rswa, swa
 from support.scheduler_harness import SchedulerUnderTest, loads_of, saves_of
 
 PROMPT = list(range(10, 210))  # 200 tokens
@@ -21,6 +21,7 @@ MODELS: dict[str, list[Any]] = {
     "two windows": [full(16), swa(16, 17), swa(16, 90)],
     "window alone": [swa(16, 40)],
     "full and chunked": [full(16), chunked(16, 64)],
+    "reference window": [rswa(16, 40)],
 }
 
 
@@ -183,4 +184,23 @@ def test_blocks_that_could_not_be_pinned_in_time_are_a_miss_and_no_fault(tmp_pat
     engine.add("b", PROMPT)
     engine.run()
     assert loads_of(engine.node) == []
+    engine.assert_idle()
+
+
+def test_generated_tokens_behind_a_reference_window_were_saved_while_they_were_held(
+    tmp_path: Path,
+) -> None:
+    """The table has a hole between the prompt and the last window of what was generated."""
+    engine = SchedulerUnderTest(tmp_path, specs=MODELS["reference window"], num_blocks=128)
+    warm = engine.add("warm", PROMPT[:100], max_tokens=150)
+    engine.step(100)
+    assert 0 in engine.scheduler.kv_cache_manager.get_block_ids("warm")[0]
+    engine.run()
+    engine.forget_local()
+    engine.node.jobs.clear()
+    turn = [*PROMPT[:100], *warm.output_token_ids, 7, 8, 9]
+    engine.add("turn", turn)
+    engine.run()
+    assert loads_of(engine.node) == [("turn", 0, 240)]
+    assert not engine.node.lost
     engine.assert_idle()

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 
@@ -56,6 +57,12 @@ def swa(block: int, window: int, **fields: Any) -> SlidingWindowSpec:
         block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float16,
         sliding_window=window, **fields,
     )  # fmt: skip
+
+
+def rswa(block: int, window: int) -> RSWASpec:
+    return RSWASpec(
+        block_size=block, num_kv_heads=2, head_size=8, dtype=torch.float16, rswa_window=window
+    )
 
 
 def chunked(block: int, chunk: int) -> ChunkedLocalAttentionSpec:

@@ -22,9 +22,7 @@ OFFSET_MAX = 2**62
 BLOCK_MIN = 2  # block 0 is null and never copied: one block is no cache
 
 _REPORT = "this is a defect of the connector's description: report it with this text"
-SERVED_KINDS = (
-    Kind.FULL, Kind.MLA, Kind.INDEXER, Kind.SWA, Kind.SWA_MLA, Kind.CHUNKED, Kind.MAMBA
-)  # fmt: skip
+SERVED_KINDS = tuple(kind for kind in Kind if kind is not Kind.RING)
 SCRATCH_BLOCKS_MAX = 1 << 10  # of one request: one per speculative token
 _NO_WAY = "run this model without kvferry"
 

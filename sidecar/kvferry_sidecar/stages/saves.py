@@ -12,7 +12,6 @@ from kvferry_connector.wire.names import DONE_STEP_OFFSET
 from numpy.typing import NDArray
 
 from kvferry_sidecar.engines.base import CopyStatus, Direction
-from kvferry_sidecar.masks.kinds import FULL_FAMILY
 from kvferry_sidecar.masks.objects import handed_over
 from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
@@ -255,7 +254,7 @@ def _plan_group(
         tokens=job.end_tokens,
         boundaries=kept_boundaries(rules, job.prefill_tokens, job.junction_tokens),
     )
-    if shaped.kind not in FULL_FAMILY:  # what left the window is gone, and no fault
+    if shaped.save_rule != "all":  # what left the window is gone, and no fault
         chunks = held_chunks(tables, shaped.group, chunks)
     blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
     if isinstance(blocks, Fault):

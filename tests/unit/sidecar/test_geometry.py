@@ -147,12 +147,12 @@ def test_a_group_that_is_not_cacheable_is_allowed_and_never_saved():
     assert (rank.groups[1].save_rule, rank.groups[1].layout) == ("none", None)
 
 
-@pytest.mark.parametrize("kind", ["mamba-none", "rswa", "sink", "never heard of"])
+@pytest.mark.parametrize("kind", ["mamba-none", "ring", "sink", "never heard of"])
 def test_other_kinds_are_refused_by_name(kind):
     found = refusal(register([group(kind=kind, detail="window 128")]), "groups[0].kind")
     assert kind in found.theirs
     assert "window 128" in found.theirs
-    assert "full, mla, indexer, swa, swa-mla, chunked, mamba" in found.ours
+    assert "full, mla, indexer, rswa, swa, swa-mla, chunked, mamba" in found.ours
     assert "without kvferry" in found.remedy
 
 

@@ -16,7 +16,9 @@ WIDE_SWA = {"kind": "swa", "window_tokens": 40, "block_tokens": 32, "save_rule":
 SWA_MLA = {"kind": "swa-mla", "window_tokens": 17, "save_rule": "held"}
 CHUNKED = {"kind": "chunked", "chunk_tokens": 64, "save_rule": "held"}
 RING = {"kind": "ring", "block_tokens": 32, "save_rule": "none"}
+RSWA = {"kind": "rswa", "save_rule": "held"}
 MODELS = {
+    "reference sliding window": [RSWA],
     "full and sliding window": [FULL, SWA],
     "mixed block sizes": [WIDE, WIDE_SWA, SWA],
     "sliding window alone": [SWA],
