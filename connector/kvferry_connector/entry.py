@@ -26,7 +26,7 @@ from kvferry_connector.config import read_config
 from kvferry_connector.log import logger
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.scheduler_half import SchedulerHalf
-from kvferry_connector.stats import FerryStats
+from kvferry_connector.stats import FerryPromMetrics, FerryStats
 from kvferry_connector.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -111,6 +111,17 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
         """Return counters around ``data``."""
         return FerryStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FerryPromMetrics:
+        """Return the counters of the engine's own /metrics."""
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- worker: life ------------------------------------------------------------------------
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 
 @dataclass
@@ -43,3 +47,29 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not followe
         taken = FerryStats(self.data)
         self.data = {}
         return taken
+
+
+class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not followed
+    """The same counts in the engine's own /metrics: tokens by name, all else by ``event``."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._tokens = {
+            name: self._counter_cls(f"vllm:kvferry_{name}", text, self._labelnames)
+            for name, text in (
+                ("loaded_tokens", "Tokens that loads were started for."),
+                ("saved_tokens", "Tokens that saves were started for."),
+            )
+        }
+        text = "Events of the connector and the bounds it hit, by name."
+        self._events = self._counter_cls("vllm:kvferry_events", text, [*self._labelnames, "event"])
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what was counted since the last report."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, number in transfer_stats_data.items():
+            counter = self._tokens.get(name)
+            if counter is not None:
+                counter.labels(*labels).inc(number)
+            else:
+                self._events.labels(*labels, name).inc(number)

@@ -72,7 +72,8 @@ def test_what_is_asked_for_exists(where: str) -> None:
     known = documented()
     for expression in expressions() if where == "rules" else queries():
         names = set(re.findall(r"\bkvferry_\w+", expression))
-        assert names, expression
+        recorded = "kvferry:hit_ratio:5m" in expression  # by a rule of the same file
+        assert names or recorded, expression
         assert names <= set(known), expression
         labels = {label for name in names for label in known[name]}
         used = re.findall(r"(\w+)\s*(?:=~|!=|=)\s*\"", expression)

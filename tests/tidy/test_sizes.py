@@ -23,7 +23,7 @@ COLUMNS_MAX = 100
 # lists of ids and an idle rank that still listens 4, states and their hand-offs 54, outcomes
 # acknowledged together 14, KV events 107, what a token costs 28, GPU
 # memory and why it cannot be shared 84).
-CONNECTOR_LINES_MAX = 2832
+CONNECTOR_LINES_MAX = 2867
 
 # path: lines it had when it went over the goal
 RATCHET: dict[str, int] = {"tests/unit/sidecar/test_segment.py": 419}

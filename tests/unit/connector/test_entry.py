@@ -15,6 +15,7 @@ from kvferry_connector.config import ConfigError
 from kvferry_connector.entry import FerryConnector
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.vllm_compat import UnsupportedEngineError
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from support.vllm_configs import make_config, write_model
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -173,3 +174,23 @@ def test_what_kind_of_connector_it_is() -> None:
     connector.restore_kv_caches()
     stats = FerryConnector.build_kv_connector_stats({"saves": 1})
     assert stats.reduce() == {"saves": 1}
+
+
+def test_counts_are_metrics_of_the_engine() -> None:
+    """As vLLM calls it: the class builds them once, every report is added."""
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    values = {0: ["tiny", "0"], 1: ["tiny", "1"]}
+    config = SimpleNamespace(kv_transfer_config=transfer())
+    found = FerryConnector.build_prom_metrics(config, types, ["model_name", "engine"], values)
+    found.observe({"loaded_tokens": 64, "loads": 1, "pinned_blocks_max": 2}, 0)
+    found.observe({"loaded_tokens": 16}, 0)
+    found.observe({"loads": 1}, 1)
+
+    def sample(name: str, engine: str, **labels: str) -> float | None:
+        labels |= {"model_name": "tiny", "engine": engine}
+        return REGISTRY.get_sample_value(f"vllm:kvferry_{name}_total", labels)
+
+    assert sample("loaded_tokens", "0") == 80
+    assert sample("events", "0", event="pinned_blocks_max") == 2
+    assert sample("events", "1", event="loads") == 1
+    assert sample("events", "1", event="pinned_blocks_max") is None

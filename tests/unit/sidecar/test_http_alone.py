@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -20,6 +21,8 @@ from kvferry_sidecar.observe.mailbox import BusyError, Mailbox, questions_max
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from support.http import Http
+from support.pipeline_bed import Bed
+from support.readings import reading
 from support.serving import servings
 from support.waiting import wait_until
 
@@ -58,6 +61,12 @@ def test_a_loop_that_hangs_is_neither_alive_nor_ready(tmp_path):
         assert "no turn for" in http.get("/livez").text
         assert "did not answer in 0.8 s" in http.get("/readyz").text
         assert http.get("/startupz").status == 200
+        assert http.get("/metrics").status == 503, "nothing was ever read"
+        window.last = reading(Bed(now_s=time.monotonic() - 30.0))
+        lag = re.search(
+            r"^kvferry_loop_lag_seconds (\S+)$", http.get("/metrics").text, re.MULTILINE
+        )
+        assert float(lag[1]) >= 30.0
         bundle = http.get("/debug/bundle")
         assert bundle.status == 200, "what there is without the loop"
 

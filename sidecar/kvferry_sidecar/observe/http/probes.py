@@ -47,7 +47,9 @@ def routes(window: Window) -> list[Route]:
         try:
             reading = await window.reading()
         except UnavailableError as error:
-            return PlainTextResponse(f"{error}\n", 503)
+            if window.last is None:
+                return PlainTextResponse(f"{error}\n", 503)
+            reading = window.last  # kvferry_loop_lag_seconds says how old it is
         body, kind = metrics.exposition(reading, request.headers.get("accept", ""))
         return Response(body, media_type=None, headers={"content-type": kind})
 
