@@ -80,6 +80,15 @@ def moved(reading: Reading) -> dict[str, float]:
     return {"load": ledger.loaded_bytes, "save": ledger.saved_bytes}
 
 
+def shadow_steps(reading: Reading) -> dict[str, float]:
+    """Hits that were computed and compared, by how far they came."""
+    shadow = reading.pipeline.shadow
+    if shadow is None:
+        return {}
+    names = ("watched", "compared", "differed", "dropped")
+    return {name: getattr(shadow, name) for name in names}
+
+
 def refused(reading: Reading) -> dict[str, float]:
     """Refused parts by reason."""
     found = reading.pipeline.ledger.reasons.items()

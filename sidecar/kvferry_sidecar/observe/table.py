@@ -30,6 +30,7 @@ from kvferry_sidecar.observe.samples import (
     refused,
     requests,
     sessions,
+    shadow_steps,
     split,
     state,
     tier_calls,
@@ -156,6 +157,18 @@ COUNTERS = (
         "Objects evicted that were never loaded.",
         ("tier",),
         pool("dropped_before_reuse"),
+    ),
+    Row(
+        "damaged_chunks",
+        "Chunks dropped for a checksum that differed.",
+        (),
+        one(lambda r: r.pipeline.damaged_chunks),
+    ),
+    Row(
+        "shadow_hits",
+        "Hits computed and compared: watched, compared, differed, dropped.",
+        ("step",),
+        by(shadow_steps),
     ),
     Row("tier_events", "What happened at a slower tier.", ("tier", "event"), tier_events),
     Row(
