@@ -48,6 +48,10 @@ test: setup ## run all tests of the normal gate (TESTS=path for a part of them)
 test-long: setup ## run the long gate: more seeds, more examples, longer runs
 	$(BIN)/python -m pytest -m long --timeout 3600 $(TESTS)
 
+.PHONY: test-rdma
+test-rdma: setup ## run Mooncake over real verbs in a virtual machine (tests/rdma/run says what it needs)
+	tests/rdma/run
+
 .PHONY: test-dfkv
 test-dfkv: setup ## run the store suite against a real dfkv (LIB=libdfkv.so MEMBERS=name=ip:port,...)
 	$(BIN)/python -m pytest -q tests/conformance/test_store.py -k dfkv-real \

@@ -44,7 +44,7 @@ _METADATA = "P2PHANDSHAKE"  # clients tell each other: no further service
 _RPC_ERRORS = (-900, -901)  # the master is away, or did not answer
 _ABSENT = -704
 _connect_s_max = 1.0
-_probe_s_max = 10.0  # for a child process: it imports the library
+probe_s_max = 10.0  # for a child process: it imports the library
 _DEVICES = Path("/sys/class/infiniband")
 
 
@@ -227,7 +227,7 @@ def _try_master(place: Place) -> None:
         subprocess.run(
             [sys.executable, "-m", "kvferry_sidecar.tiers.remote.mooncake_probe", place.master],
             check=True,
-            timeout=_probe_s_max,
+            timeout=probe_s_max,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
