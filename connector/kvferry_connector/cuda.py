@@ -1,8 +1,8 @@
-"""CUDA memory of this process, as another process could open it: the driver API through ctypes.
+"""CUDA memory of this process as another process opens it, and words that a stream writes.
 
-A raw handle of the allocation, never torch's own tuple: that one needs a common /dev/shm, an equal
-user and torch at the other end. The pointer is asked what it is; settings are not believed. Memory
-without such a handle is refused with the setting to change.
+The driver API through ctypes. A raw handle of the allocation, never torch's own tuple: that one
+needs a common /dev/shm, an equal user and torch at the other end. The pointer is asked what it is;
+settings are not believed. Memory without such a handle is refused with the setting to change.
 
 Engines with a GPU have the library loaded; nothing is loaded anywhere else.
 """
@@ -10,13 +10,17 @@ Engines with a GPU have the library loaded; nothing is loaded anywhere else.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from kvferry_connector.wire.attach import CudaMemory
+from kvferry_connector.wire.names import FENCE_PAGE_BYTES
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 _UUID_BYTES = 16
+_PORTABLE_AND_MAPPED = 3  # of cuMemHostRegister
 # CUpointer_attribute
 _BUFFER_ID, _LEGACY_CAPABLE, _HANDLE_TYPES, _MEMPOOL = 7, 10, 14, 17
 _POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
@@ -44,21 +48,6 @@ class CudaError(Exception):
     """A call of the driver failed, or memory cannot be exported; the text has what to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """One allocation of the driver. ``handle`` opens all of it, from ``address`` on.
-
-    ``buffer_id`` is never given twice in a process; addresses, and even handles, may be. ``gpu`` is
-    the device's UUID in hex, since ordinals differ between processes.
-    """
-
-    address: int
-    total_bytes: int
-    handle: bytes
-    buffer_id: int
-    gpu: str
-
-
 class Driver:
     """The driver library. Every method makes its calls with a context bound on this thread."""
 
@@ -69,36 +58,43 @@ class Driver:
         except OSError as error:
             raise CudaError(f"{library} cannot be loaded ({error}): is the driver here?") from error
 
-    def export(self, address: int, device: int) -> Allocation:
-        """Return the allocation that ``address`` lies in, on the device of this ordinal.
+    def export(self, address: int, device: int) -> CudaMemory:
+        """Return how to open the allocation around ``address``, on the device of this ordinal.
 
         Raises CudaError: it has no handle, or a call failed.
         """
         handle, uuid = (ctypes.c_ubyte * HANDLE_BYTES)(), (ctypes.c_ubyte * _UUID_BYTES)()
         ordinal = ctypes.c_int()
-        self._call("cuDeviceGet", ctypes.byref(ordinal), device)
+        self.call("cuDeviceGet", ctypes.byref(ordinal), device)
         self._bind(ordinal)
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         pointer = ctypes.c_uint64(address)
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
         self._check_kind(pointer)
         # Of the base: a pointer into the allocation is refused.
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        self._call("cuDeviceGetUuid_v2", ctypes.byref(uuid), ordinal)
+        self.call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        self.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), ordinal)
         buffer_id = self._attribute(_BUFFER_ID, pointer)
-        return Allocation(base.value, size.value, bytes(handle), buffer_id, bytes(uuid).hex())
+        return CudaMemory(
+            handle=bytes(handle),
+            offset=address - base.value,
+            allocation_bytes=size.value,
+            device=bytes(uuid),
+            buffer_id=buffer_id,
+            pid=os.getpid(),
+        )
 
     def _bind(self, ordinal: ctypes.c_int) -> None:
         """Bind the primary context if this thread has none: the driver never does it by itself."""
         context = ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
         if not context.value:
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
             # torch holds it anyway: ours would keep it alive after torch lets go.
             try:
-                self._call("cuCtxSetCurrent", context)
+                self.call("cuCtxSetCurrent", context)
             finally:
-                self._call("cuDevicePrimaryCtxRelease_v2", ordinal)
+                self.call("cuDevicePrimaryCtxRelease_v2", ordinal)
 
     def _check_kind(self, pointer: ctypes.c_uint64) -> None:
         if self._attribute(_LEGACY_CAPABLE, pointer):
@@ -111,11 +107,43 @@ class Driver:
 
     def _attribute(self, attribute: int, pointer: ctypes.c_uint64) -> int:
         value = ctypes.c_uint64()  # larger than the smaller ones: the rest stays zero
-        self._call("cuPointerGetAttribute", ctypes.byref(value), attribute, pointer)
+        self.call("cuPointerGetAttribute", ctypes.byref(value), attribute, pointer)
         return value.value
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call one function with arguments of ctypes. Raises CudaError."""
         function: Callable[..., int] = getattr(self._library, name)
         code = function(*arguments)
         if code:
             raise CudaError(f"{name} failed with {code}: {_CODES.get(code, 'see the CUDA driver')}")
+
+
+class StreamWords:
+    """The words of a fence page, written by a GPU when its stream has come so far.
+
+    ``stream`` returns the handle of the stream on which the engine's step runs. Raises CudaError
+    when the driver refuses: without these words nothing may be copied.
+    """
+
+    def __init__(self, driver: Driver, page_address: int, stream: Callable[[], int]) -> None:
+        self._driver, self._stream = driver, stream
+        self._page = ctypes.c_void_p(page_address)
+        page_bytes = ctypes.c_size_t(FENCE_PAGE_BYTES)
+        driver.call("cuMemHostRegister_v2", self._page, page_bytes, _PORTABLE_AND_MAPPED)
+        device_page = ctypes.c_uint64()
+        try:
+            driver.call("cuMemHostGetDevicePointer_v2", ctypes.byref(device_page), self._page, 0)
+            self._device_page = device_page.value
+            self.write(0, 0)  # attributes of a device do not tell whether this works
+        except CudaError:
+            self.close()
+            raise
+
+    def write(self, offset: int, value: int) -> None:
+        """Store ``value`` at a byte offset of the page once all earlier work has ended."""
+        stream, word = ctypes.c_void_p(self._stream()), ctypes.c_uint64(self._device_page + offset)
+        self._driver.call("cuStreamWriteValue64_v2", stream, word, ctypes.c_uint64(value), 0)
+
+    def close(self) -> None:
+        """Give the page back to the host. Raises CudaError."""
+        self._driver.call("cuMemHostUnregister", self._page)

@@ -2,11 +2,13 @@
 
 On CPU vLLM allocates its KV cache by one ``torch.zeros`` of int8 inside the context that
 ``get_mem_pool_context`` returns. There we serve it from a memfd of ours: no copy, page aligned,
-and the descriptor is what travels to the sidecar.
+and the descriptor is what travels to the sidecar. Memory of a GPU stays the engine's: a handle of
+the driver travels (cuda.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -19,9 +21,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvferry_connector.cuda import CudaError, Driver
+from kvferry_connector.cuda import Driver, StreamWords
 from kvferry_connector.half import MemoryHandle
-from kvferry_connector.wire.attach import Memory, attach_fds_max
+from kvferry_connector.wire.attach import CudaMemory, Memory, attach_fds_max
 from kvferry_connector.wire.names import (
     BOUND_STEP_OFFSET,
     DONE_STEP_OFFSET,
@@ -44,9 +46,10 @@ class Buffer:
     """One exported allocation: ``[address, address + total_bytes)`` of this process."""
 
     buffer: int
-    fd: int
+    fd: int | None
     address: int
     total_bytes: int
+    cuda: CudaMemory | None = None
 
 
 class KvMemory:
@@ -58,6 +61,7 @@ class KvMemory:
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
+        self.driver: Driver | None = None  # once KV memory of a GPU was found
 
     def context(self) -> TorchFunctionMode:
         """Return a context manager that serves large CPU int8 ``torch.zeros`` from a memfd."""
@@ -66,34 +70,48 @@ class KvMemory:
     def handles(self) -> tuple[MemoryHandle, ...]:
         """Return the buffers as the client wants them, by buffer number."""
         return tuple(
-            MemoryHandle(Memory(buffer=b.buffer, total_bytes=b.total_bytes), b.fd)
+            MemoryHandle(
+                Memory(b.buffer, b.total_bytes, "cuda" if b.cuda else "memfd", b.cuda), b.fd
+            )
             for b in self._buffers
         )
 
     def find(self, tensor: torch.Tensor) -> Buffer:
         """Return the buffer that holds the storage of ``tensor``.
 
-        Raises ExportError when the engine allocated it elsewhere, or on a GPU.
+        Raises ExportError when the engine allocated it elsewhere, CudaError when the driver does
+        not hand it out.
         """
-        if tensor.is_cuda:
-            raise ExportError(_on_gpu(tensor.data_ptr(), tensor.device.index))
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         for buffer in self._buffers:
             if buffer.address <= start and end <= buffer.address + buffer.total_bytes:
                 return buffer
+        if tensor.device.type == "cuda":
+            return self._export(tensor.device.index, start, storage.nbytes())
         raise ExportError(
             f"KV memory at {start:#x} ({tensor.device}) was not allocated through "
-            "get_mem_pool_context, so the sidecar cannot map it; only CPU engines are served, and "
-            "no other connector may supply the memory pool"
+            "get_mem_pool_context, so the sidecar cannot map it; CPU and CUDA engines are served, "
+            "and no other connector may supply the memory pool"
         )
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
+    def _export(self, ordinal: int, address: int, total_bytes: int) -> Buffer:
+        self._check_room()
+        self.driver = self.driver or Driver()
+        cuda = self.driver.export(address, ordinal)
+        buffer = Buffer(len(self._buffers), None, address, total_bytes, cuda)
+        self._buffers.append(buffer)
+        return buffer
+
+    def _check_room(self) -> None:
         if len(self._buffers) >= _buffers_max:
             raise ExportError(
                 f"the engine allocates more than {_buffers_max} KV buffers, which is all a rank "
                 "can register"
             )
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        self._check_room()
         total_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd, mapping = _shared_memory("kvferry-kv", total_bytes)
         tensor = torch.frombuffer(mapping, dtype=torch.int8, count=num_bytes)
@@ -104,7 +122,8 @@ class KvMemory:
     def close(self) -> None:
         """Close the descriptors; tensors keep their memory."""
         for buffer in self._buffers:
-            os.close(buffer.fd)
+            if buffer.fd is not None:
+                os.close(buffer.fd)
         self._buffers.clear()
 
 
@@ -128,18 +147,6 @@ class _ServeZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is not foll
             if shape is not None:
                 return self._allocate(prod(shape)).view(shape)
         return func(*args, **options)
-
-
-def _on_gpu(address: int, device: int) -> str:
-    """Say why KV memory on a GPU is not shared, or that only this version stands in the way."""
-    try:
-        allocation = Driver().export(address, device)
-    except CudaError as error:
-        return f"KV memory at {address:#x} of GPU {device} cannot be shared: {error}"
-    return (
-        f"KV memory is on GPU {allocation.gpu} ({allocation.total_bytes} bytes), and could be "
-        "shared; this version serves CPU engines only"
-    )
 
 
 def _served_shape(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -200,23 +207,40 @@ class FencePage:
 
     ``bound(step)``: the blocks of the step are zeroed and copied, loads into them may start.
     ``done(step)``: the forward of the step has written its KV, saves may read. Steps only grow.
-    Each is one aligned 8-byte store (a torn step can not be read); the sidecar polls.
+    Each is one aligned 8-byte store (a torn step can not be read); the sidecar polls. On a GPU the
+    step is only launched when a hook runs: there the stream stores the words.
     """
 
     def __init__(self) -> None:
         self.fd, self._mapping = _shared_memory("kvferry-fence", FENCE_PAGE_BYTES)
         self._words = memoryview(self._mapping).cast("Q")
+        self._of_stream: StreamWords | None = None
+
+    def follow(self, driver: Driver, stream: Callable[[], int]) -> None:
+        """Have ``stream()`` store the words from now on. Raises CudaError when it cannot."""
+        page = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._of_stream = StreamWords(driver, page, stream)
 
     def bound(self, step: int) -> None:
-        """Write ``bound_step``."""
-        self._words[_BOUND] = step
+        """Write ``bound_step``. Raises CudaError."""
+        if self._of_stream is None:
+            self._words[_BOUND] = step
+        else:
+            self._of_stream.write(BOUND_STEP_OFFSET, step)
 
     def done(self, step: int) -> None:
-        """Write ``done_step``."""
-        self._words[_DONE] = step
+        """Write ``done_step``. Raises CudaError."""
+        if self._of_stream is None:
+            self._words[_DONE] = step
+        else:
+            self._of_stream.write(DONE_STEP_OFFSET, step)
 
     def close(self) -> None:
-        """Unmap and close (after the client, which borrows ``fd``)."""
-        self._words.release()
-        self._mapping.close()
-        os.close(self.fd)
+        """Unmap and close (after the client, which borrows ``fd``). Raises CudaError."""
+        try:
+            if self._of_stream is not None:
+                self._of_stream.close()
+        finally:
+            self._words.release()
+            self._mapping.close()
+            os.close(self.fd)

@@ -13,10 +13,10 @@ from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """One KV buffer and the descriptor that maps it (borrowed from its owner)."""
+    """One KV buffer and the descriptor that maps it, borrowed from its owner (None on a GPU)."""
 
     memory: attach.Memory
-    fd: int
+    fd: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def introduce(
     Raises WireError when there are more buffers than the protocol carries.
     """
     fence = [half.fence_fd] if half.fence_fd is not None else []
-    fds = [pidfd, *fence, *(handle.fd for handle in memories)]
+    fds = [pidfd, *fence, *(handle.fd for handle in memories if handle.fd is not None)]
     if len(fds) > attach.attach_fds_max:
         raise WireError(
             f"{len(memories)} KV buffers; the protocol carries at most {attach.attach_fds_max - 2}"

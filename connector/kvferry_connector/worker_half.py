@@ -86,7 +86,8 @@ class WorkerHalf:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the KV memory and start towards the sidecar.
 
-        Raises DescribeError, ExportError or UnsupportedEngineError when it cannot be shared.
+        Raises DescribeError, ExportError, CudaError or UnsupportedEngineError when it cannot be
+        shared.
         """
         if self._client is not None:
             return
@@ -94,6 +95,8 @@ class WorkerHalf:
         registration = describe_rank(
             vllm_config, self._kv_cache_config, kv_caches, self._memory, self._config
         )
+        if self._memory.driver is not None:
+            self._fence.follow(self._memory.driver, _current_stream)
         engine_id = vllm_config.kv_transfer_config.engine_id
         half = Half("worker", engine_id, vllm_config.instance_id, self._rank, self._fence.fd)
         client = Client(self._config, half, registration, self._memory.handles())
@@ -246,3 +249,10 @@ class WorkerHalf:
                 # The cache was reset meanwhile: what came is of the weights before.
                 status, reason, shorter_tokens = "failed", "reset", 0
             self._report(job, open_job.load_of, status, reason, shorter_tokens)
+
+
+def _current_stream() -> int:
+    """Return the CUDA stream on which this thread's step runs."""
+    import torch  # noqa: PLC0415 - loaded long ago where there is a GPU
+
+    return int(torch.cuda.current_stream().cuda_stream)

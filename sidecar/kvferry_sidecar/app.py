@@ -25,8 +25,8 @@ from kvferry_sidecar.config import Config, Loaded
 from kvferry_sidecar.descriptors import raise_descriptor_limit
 from kvferry_sidecar.desk import Desk, Parts
 from kvferry_sidecar.doctor import report
-from kvferry_sidecar.engines.base import CopyEngine
-from kvferry_sidecar.engines.host import HostCopyEngine
+from kvferry_sidecar.engines.base import CopyEngine, PoolSpan
+from kvferry_sidecar.engines.several import SeveralCopyEngines
 from kvferry_sidecar.errors import ExitCode, HttpError
 from kvferry_sidecar.faults.kit import FaultKit
 from kvferry_sidecar.geometry.validate import validate_rank
@@ -234,13 +234,14 @@ class App:
         return segment
 
     def _open_copies(self, stack: contextlib.ExitStack) -> CopyEngine:
-        engine = HostCopyEngine(
-            threads=self._config.copy.threads,
-            pool_address=self._pool.address,
-            pool_bytes=self._segment.segment_bytes,
-            pool_owner=self._segment.pool,
-        )
+        config, segment = self._config, self._segment
+        span = PoolSpan(
+            self._pool.address, segment.segment_bytes, self._pool.stats().total_bytes,
+            config.tiers.host.slab_bytes, segment.pool,
+        )  # fmt: skip
+        engine = SeveralCopyEngines(config.copy.threads, span, self._log, gpu=config.copy.gpu)
         stack.callback(engine.close)
+        self._open_device = engine.open_device
         return self._faults.copies(engine)
 
     def _open_slow_tiers(self, stack: contextlib.ExitStack) -> SlowTiers:
@@ -303,6 +304,7 @@ class App:
             epoch=self.epoch,
             endpoint=endpoint,
             status=lambda: self._desk.status(self._loop.now_s()),
+            open_device=self._open_device,
             log=self._log,
         )
         stack.callback(self._attach.close)

@@ -72,9 +72,10 @@ class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The copy engine."""
+    """The copy engines. ``gpu``: whether engines with KV memory on a GPU are served."""
 
     threads: Annotated[int, msgspec.Meta(ge=1, le=256)]
+    gpu: bool
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -273,6 +274,7 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "tiers.host.bytes": POOL_BYTES,
         "tiers.host.name": f"kvferry-{os.getuid()}",
         "copy.threads": min(max(cpus // 4, 1), 8),
+        "copy.gpu": False,
         "loads.mode": "overlapped",
         "loads.breaker": True,
         "loads.shadow_percent": 0,

@@ -7,16 +7,21 @@ import select
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from kvferry_native import crc32c
 from kvferry_sidecar.engines.base import (
     CopyEngine,
     CopyStatus,
     Direction,
     Extents,
+    PoolSpan,
 )
+from kvferry_sidecar.engines.cuda import CudaCopyEngine
+from kvferry_sidecar.engines.cuda_driver import Driver
 from kvferry_sidecar.engines.host import HostCopyEngine
 from numpy.typing import NDArray
 from support.copying import (
@@ -30,6 +35,7 @@ from support.copying import (
     extents_of,
     layer_outermost,
 )
+from support.fake_cuda import FakeGpu, GpuEngineMemory, library
 
 
 def host(pool: Pool, owner: object) -> CopyEngine:
@@ -38,12 +44,24 @@ def host(pool: Pool, owner: object) -> CopyEngine:
     )
 
 
-FACTORIES: list[Callable[[Pool, object], CopyEngine]] = [host]
+def cuda(pool: Pool, owner: object) -> CopyEngine:
+    """Over a driver made of host memory: what moves is checked here, how fast is not."""
+    span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 20, owner)
+    driver = Driver(str(library()))
+    engine = CudaCopyEngine(span, structlog.get_logger(), driver)
+    engine.pin(driver, 0)
+    return engine
 
 
-def make_rig(factory: Callable[[Pool, object], CopyEngine], pool_bytes: int) -> Rig:
+FACTORIES: list[Callable[[Pool, object], CopyEngine]] = [host, cuda]
+MEMORIES: dict[Any, Any] = {host: EngineMemory, cuda: GpuEngineMemory}
+
+
+def make_rig(
+    factory: Callable[[Pool, object], CopyEngine], pool_bytes: int, owner: object = None
+) -> Rig:
     pool = Pool(pool_bytes)
-    return Rig(pool, factory(pool, None), iter(range(1, 1 << 30)))
+    return Rig(pool, factory(pool, owner), iter(range(1, 1 << 30)), MEMORIES[factory])
 
 
 @pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
@@ -56,6 +74,7 @@ def rig(factory: Callable[[Pool, object], CopyEngine]) -> Iterator[Rig]:
     made = make_rig(factory, 32 << 20)
     yield made
     made.engine.close()
+    FakeGpu().free_all()
 
 
 def spread(rng: np.random.Generator, count: int, payload_bytes: int, unaligned: bool) -> list[int]:
@@ -71,7 +90,7 @@ def spread(rng: np.random.Generator, count: int, payload_bytes: int, unaligned: 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_gather_then_scatter_elsewhere(rig: Rig, shape: Shape, unaligned: bool) -> None:
     rng = np.random.default_rng(len(shape.name) + unaligned)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     layout = shape.layout(memory)
     assert layout.payload_bytes == shape.payload_bytes
     order = rng.permutation(np.arange(1, shape.blocks, dtype=np.int32))
@@ -107,7 +126,7 @@ def test_gather_then_scatter_elsewhere(rig: Rig, shape: Shape, unaligned: bool) 
 
 def saved_chunks(rig: Rig, count: int) -> tuple[EngineMemory, Shape, Extents, NDArray[np.uint32]]:
     shape = layer_outermost(4, 4096, 4096, count + 1)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     offsets = [i * shape.payload_bytes for i in range(count)]
     seeds = np.arange(100, 100 + count, dtype=np.uint32)
     blocks = np.random.default_rng(11).permutation(np.arange(1, count + 1))
@@ -145,7 +164,7 @@ def test_a_wrong_seed_never_verifies(rig: Rig) -> None:
 
 def test_without_crc_nothing_is_summed(rig: Rig) -> None:
     shape = layer_outermost(2, 4096, 4096, 8)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     result = rig.do(Direction.GATHER, extents_of(shape.layout(memory), [3], [0], crc=False))
     assert result.crcs is None
     assert rig.pool.view[: shape.payload_bytes].tobytes() == shape.read(memory.view, 3)
@@ -155,7 +174,7 @@ def test_without_crc_nothing_is_summed(rig: Rig) -> None:
 @pytest.mark.parametrize("direction", list(Direction))
 def test_block_out_of_range_is_refused(rig: Rig, block: int, direction: Direction) -> None:
     shape = layer_outermost(2, 4096, 4096, 8)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     before = memory.view.copy()
     with pytest.raises(ValueError, match=rf"block {block} at index 1"):
         rig.submit(direction, extents_of(shape.layout(memory), [1, block], [0, 65536]))
@@ -166,7 +185,7 @@ def test_block_out_of_range_is_refused(rig: Rig, block: int, direction: Directio
 @pytest.mark.parametrize("past", [1, 4096, 2**40, 2**63, 2**64 - 1])
 def test_pool_offset_out_of_range_is_refused(rig: Rig, past: int) -> None:
     shape = layer_outermost(2, 4096, 4096, 8)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     last = rig.pool.total_bytes - shape.payload_bytes
     offset = min(last + past, 2**64 - 1)
     with pytest.raises(ValueError, match="leaves the pool"):
@@ -177,7 +196,7 @@ def test_pool_offset_out_of_range_is_refused(rig: Rig, past: int) -> None:
 
 def test_unequal_lengths_are_refused(rig: Rig) -> None:
     shape = layer_outermost(2, 4096, 4096, 8)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     layout = shape.layout(memory)
     with pytest.raises(ValueError, match="2 blocks but 1 pool offsets"):
         rig.submit(Direction.GATHER, extents_of(layout, [1, 2], [0]))
@@ -187,14 +206,14 @@ def test_unequal_lengths_are_refused(rig: Rig) -> None:
 
 def test_an_empty_job_completes(rig: Rig) -> None:
     shape = layer_outermost(1, 64, 64, 2)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     result = rig.do(Direction.GATHER, extents_of(shape.layout(memory), [], []))
     assert (result.status, result.moved_bytes) == (CopyStatus.DONE, 0)
 
 
 def test_a_pending_ticket_is_not_taken_twice(rig: Rig) -> None:
     shape = layer_outermost(1, 64, 64, 2)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     extents = extents_of(shape.layout(memory), [1], [0])
     rig.engine.submit(7, Direction.GATHER, extents)
     with pytest.raises(ValueError, match="ticket 7 is still pending"):
@@ -207,7 +226,7 @@ def test_a_pending_ticket_is_not_taken_twice(rig: Rig) -> None:
 def big_job(rig: Rig) -> tuple[EngineMemory, Shape, Extents]:
     """24 MiB in pieces: long enough to be cancelled while it runs."""
     shape = layer_outermost(4, 65536, 65536, 97)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     offsets = [i * shape.payload_bytes for i in range(96)]
     return memory, shape, extents_of(shape.layout(memory), range(1, 97), offsets)
 
@@ -265,7 +284,7 @@ def test_cancel_of_unknown_and_finished_tickets_is_ignored(rig: Rig) -> None:
 
 def test_many_jobs_at_once_each_end_once(rig: Rig) -> None:
     shape = layer_outermost(3, 2048, 4096, 65)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     layout = shape.layout(memory)
     jobs: dict[int, tuple[int, int]] = {}
     for slot in range(600):
@@ -283,7 +302,7 @@ def test_many_jobs_at_once_each_end_once(rig: Rig) -> None:
 
 def test_saves_and_loads_overlap(rig: Rig) -> None:
     shape = layer_outermost(4, 4096, 4096, 129)
-    memory = EngineMemory(shape.total_bytes)
+    memory = rig.memory(shape.total_bytes)
     layout = shape.layout(memory)
     payload = shape.payload_bytes
     rig.pool.view[: 64 * payload] = np.random.default_rng(5).integers(
@@ -323,8 +342,9 @@ def test_close_drains_what_runs(rig: Rig) -> None:
 
 
 def test_memory_outlives_its_caller(factory: Callable[[Pool, object], CopyEngine]) -> None:
-    pool, owner = Pool(32 << 20), Owner()
-    rig = Rig(pool, factory(pool, owner), iter(range(1, 100)))
+    owner = Owner()
+    rig = make_rig(factory, 32 << 20, owner)
+    pool = rig.pool
     memory, shape, extents = big_job(rig)
     want = [shape.read(memory.view, block) for block in (1, 96)]
     alive = weakref.ref(owner)

@@ -7,7 +7,7 @@ import mmap
 import os
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,6 +53,10 @@ class EngineMemory:
         os.close(fd)
         self.view[:] = np.random.default_rng(seed).integers(0, 256, total_bytes, dtype=np.uint8)
 
+    def layout(self, *arrays: NDArray[np.int64], blocks: int) -> Layout:
+        """Return a layout over this memory."""
+        return Layout(self.mapping, *arrays, blocks)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -76,7 +80,7 @@ class Shape:
 
     def layout(self, memory: EngineMemory) -> Layout:
         arrays = [np.array(x, np.int64) for x in (self.offsets, self.strides, self.lengths)]
-        return Layout(memory.mapping, *arrays, self.blocks)
+        return memory.layout(*arrays, blocks=self.blocks)
 
     def runs(self, block: int) -> list[slice]:
         return [
@@ -127,6 +131,7 @@ class Rig:
     pool: Pool
     engine: CopyEngine
     tickets: Iterator[int]
+    memory: Callable[[int], EngineMemory] = EngineMemory
 
     def submit(self, direction: Direction, extents: Extents) -> int:
         ticket = next(self.tickets)

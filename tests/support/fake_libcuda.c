@@ -1,95 +1,333 @@
-// A driver library that records every call and fails the one that a test names. One device, one
-// allocation of a kind that the test chooses; contexts are per thread, as the driver's.
-#include <stddef.h>
+// A CUDA driver made of host memory, for tests: it records every call and can fail any of them.
+// "Device memory" is a POSIX shared-memory object, so that a handle opens in another process.
+// Streams run at once. Of the real one's rules it keeps those that are easily broken: a handle is
+// of an allocation's base, of no memory with VMM, and never opened by the process that made it;
+// copies touch only device memory that is mapped and, of the host, what they are given.
+#define _GNU_SOURCE
+#include <fcntl.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
-#define API __attribute__((visibility("default")))
+enum {
+    OK = 0,
+    INVALID_VALUE = 1,
+    NO_MEMORY = 2,
+    INVALID_CONTEXT = 201,
+    MAP_FAILED_ = 205,
+    ALREADY_MAPPED = 208,
+    NOT_REGISTERED = 713
+};
+enum { RANGES = 256, PINS = 256, LOG_BYTES = 1 << 20 };
 
-static struct {
-  uint64_t base;
-  size_t bytes;
-  int legacy, mempool;
-  uint64_t handle_types;
-  char calls[4096];
-  char failing[64];
-  int code;
-} state;
-static _Thread_local void *current;
-static int context;
+typedef struct {
+    uint64_t base;
+    size_t bytes;
+    uint64_t id;
+    int device, kind, opened;
+    uint64_t types;
+    char name[48];
+} Range;
+typedef struct {
+    uint64_t base;
+    size_t bytes;
+} Pin;
+typedef struct {
+    unsigned char reserved[64];
+} Handle;
+typedef struct {
+    size_t srcX, srcY;
+    int srcType;
+    const void* srcHost;
+    uint64_t srcDevice;
+    void* srcArray;
+    size_t srcPitch;
+    size_t dstX, dstY;
+    int dstType;
+    void* dstHost;
+    uint64_t dstDevice;
+    void* dstArray;
+    size_t dstPitch;
+    size_t width, height;
+} Copy2D;
 
-API void fake_reset(uint64_t base, size_t bytes, int legacy, int mempool, uint64_t handle_types) {
-  memset(&state, 0, sizeof state);
-  state.base = base, state.bytes = bytes, state.legacy = legacy, state.mempool = mempool;
-  state.handle_types = handle_types;
-  current = NULL;
-}
-API void fake_fail(const char *name, int code) {
-  strncpy(state.failing, name, sizeof state.failing - 1);
-  state.code = code;
-}
-API void fake_bind(void) { current = &context; }
-API int fake_bound(void) { return current != NULL; }
-API const char *fake_calls(void) { return state.calls; }
+static Range ranges[RANGES];
+static Pin pins[PINS];
+static char calls[LOG_BYTES];
+static size_t calls_end;
+static char failing[64];
+static int failing_code, failing_after;
+static __thread uintptr_t context;
+static uint64_t next_id = 1;
 
-static int begin(const char *name, int needs_context) {
-  strncat(state.calls, name, sizeof state.calls - strlen(state.calls) - 2);
-  strcat(state.calls, " ");
-  if (strcmp(name, state.failing) == 0) return state.code;
-  return needs_context && current == NULL ? 201 : 0;
+static int enter(const char* name) {
+    size_t n = strlen(name);
+    if (calls_end + n + 1 < LOG_BYTES) {
+        memcpy(calls + calls_end, name, n);
+        calls[calls_end + n] = '\n';
+        calls_end += n + 1;
+    }
+    if (failing_code && strcmp(failing, name) == 0) {
+        if (failing_after-- <= 0) return failing_code;
+    }
+    return OK;
 }
-static int inside(uint64_t at) { return at >= state.base && at < state.base + state.bytes; }
+#define ENTER                      \
+    do {                           \
+        int rc_ = enter(__func__); \
+        if (rc_) return rc_;       \
+    } while (0)
 
-API int cuDeviceGet(int *device, int ordinal) {
-  int code = begin("cuDeviceGet", 0);
-  if (code == 0) *device = 7 + ordinal;  // no number that anybody could guess
-  return code;
+// For tests.
+const char* fake_calls(void) {
+    calls[calls_end] = 0;
+    return calls;
 }
-API int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
-  int code = begin("cuDeviceGetUuid_v2", 0);
-  for (int i = 0; code == 0 && i < 16; ++i) uuid[i] = i % 4 ? device + i : 0;  // with zero bytes
-  return code;
+void fake_forget(void) { calls_end = 0; }
+void fake_fail(const char* name, int code, int after) {
+    snprintf(failing, sizeof failing, "%s", name);
+    failing_code = code;
+    failing_after = after;
 }
-API int cuCtxGetCurrent(void **out) {
-  int code = begin("cuCtxGetCurrent", 0);
-  if (code == 0) *out = current;
-  return code;
+int fake_pinned(uint64_t at) {
+    for (int i = 0; i < PINS; ++i)
+        if (pins[i].bytes && at >= pins[i].base && at < pins[i].base + pins[i].bytes) return 1;
+    return 0;
 }
-API int cuDevicePrimaryCtxRetain(void **out, int device) {
-  int code = begin("cuDevicePrimaryCtxRetain", 0);
-  if (code == 0 && device < 7) code = 101;
-  if (code == 0) *out = &context;
-  return code;
+int fake_mapped(void) {
+    int n = 0;
+    for (int i = 0; i < RANGES; ++i) n += ranges[i].bytes && ranges[i].opened;
+    return n;
 }
-API int cuDevicePrimaryCtxRelease_v2(int device) {
-  (void)device;
-  return begin("cuDevicePrimaryCtxRelease_v2", 0);
+// kind: 0 virtual memory (which `types` of handle it has), 1 cudaMalloc, 2 of a stream-ordered
+// pool.
+int fake_alloc(uint64_t* out, size_t bytes, int device, int kind, uint64_t types) {
+    for (int i = 0; i < RANGES; ++i) {
+        Range* r = &ranges[i];
+        if (r->bytes) continue;
+
+        snprintf(r->name, sizeof r->name, "/kvferry-fake-gpu-%d-%llu", getpid(),
+                 (unsigned long long)next_id);
+        int fd = shm_open(r->name, O_CREAT | O_EXCL | O_RDWR, 0600);
+        if (fd < 0 || ftruncate(fd, bytes)) return NO_MEMORY;
+        void* at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        close(fd);
+        if (at == MAP_FAILED) return NO_MEMORY;
+        r->base = (uint64_t)at;
+        r->bytes = bytes;
+        r->id = next_id++;
+        r->device = device;
+        r->kind = kind;
+        r->types = types;
+        r->opened = 0;
+        *out = r->base;
+        return OK;
+    }
+    return NO_MEMORY;
 }
-API int cuCtxSetCurrent(void *wanted) {
-  int code = begin("cuCtxSetCurrent", 0);
-  if (code == 0) current = wanted;
-  return code;
+void fake_free_all(void) {
+    for (int i = 0; i < RANGES; ++i) {
+        if (!ranges[i].bytes) continue;
+        if (!ranges[i].opened) shm_unlink(ranges[i].name);
+        munmap((void*)ranges[i].base, ranges[i].bytes);
+        ranges[i].bytes = 0;
+    }
 }
-API int cuMemGetAddressRange_v2(uint64_t *base, size_t *bytes, uint64_t at) {
-  int code = begin("cuMemGetAddressRange_v2", 1);
-  if (code == 0 && !inside(at)) code = 1;
-  if (code == 0) *base = state.base, *bytes = state.bytes;
-  return code;
+
+static Range* find(uint64_t at) {
+    for (int i = 0; i < RANGES; ++i)
+        if (ranges[i].bytes && at >= ranges[i].base && at < ranges[i].base + ranges[i].bytes)
+            return &ranges[i];
+    return NULL;
 }
-API int cuPointerGetAttribute(void *out, int attribute, uint64_t at) {
-  int code = begin("cuPointerGetAttribute", 1);
-  if (code != 0 || !inside(at)) return code ? code : 1;
-  switch (attribute) {
-    case 7: *(uint64_t *)out = 0x1122334455667788u; return 0;
-    case 10: *(int *)out = state.legacy; return 0;  // an int, as the driver writes it
-    case 14: *(uint64_t *)out = state.handle_types; return 0;
-    case 17: *(void **)out = state.mempool ? &context : NULL; return 0;
-    default: return 1;
-  }
+
+int cuInit(unsigned flags) {
+    ENTER;
+    return flags ? INVALID_VALUE : OK;
 }
-API int cuIpcGetMemHandle(unsigned char *handle, uint64_t at) {
-  int code = begin("cuIpcGetMemHandle", 1);
-  if (code == 0 && (at != state.base || !state.legacy)) code = 1;  // the base, and nothing else
-  for (int i = 0; code == 0 && i < 64; ++i) handle[i] = i;
-  return code;
+int cuDeviceGetCount(int* count) {
+    ENTER;
+    *count = 2;
+    return OK;
+}
+int cuDeviceGet(int* device, int ordinal) {
+    ENTER;
+    *device = ordinal;
+    return ordinal < 2 ? OK : 101;
+}
+int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+    ENTER;
+    memset(uuid, 0, 16);
+    uuid[0] = 'G';
+    uuid[5] = (unsigned char)(1 + device);
+    uuid[15] = 7;
+    return OK;
+}
+int cuDevicePrimaryCtxRetain(uintptr_t* out, int device) {
+    ENTER;
+    *out = 100 + device;
+    return OK;
+}
+int cuDevicePrimaryCtxRelease_v2(int device) {
+    ENTER;
+    return device < 2 ? OK : 101;
+}
+int cuCtxSetCurrent(uintptr_t ctx) {
+    ENTER;
+    context = ctx;
+    return OK;
+}
+int cuCtxGetCurrent(uintptr_t* out) {
+    ENTER;
+    *out = context;
+    return OK;
+}
+
+int cuMemGetAddressRange_v2(uint64_t* base, size_t* bytes, uint64_t at) {
+    ENTER;
+    if (!context) return INVALID_CONTEXT;
+    Range* r = find(at);
+    if (!r) return INVALID_VALUE;
+    *base = r->base;
+    *bytes = r->bytes;
+    return OK;
+}
+int cuPointerGetAttribute(void* out, int attribute, uint64_t at) {
+    ENTER;
+    Range* r = find(at);
+    if (!context) return INVALID_CONTEXT;
+    if (!r) return INVALID_VALUE;
+    if (attribute == 7)
+        *(uint64_t*)out = r->id;
+    else if (attribute == 9)
+        *(int*)out = r->device;
+    else if (attribute == 10)
+        *(int*)out = r->kind == 1;
+    else if (attribute == 14)
+        *(uint64_t*)out = r->types;
+    else if (attribute == 17)
+        *(uint64_t*)out = r->kind == 2;
+    else
+        return INVALID_VALUE;
+    return OK;
+}
+int cuIpcGetMemHandle(Handle* handle, uint64_t base) {
+    ENTER;
+    Range* r = find(base);
+    if (!r || r->base != base || r->kind != 1) return INVALID_VALUE;
+    memset(handle, 0, sizeof *handle);
+    handle->reserved[1] = 1;
+    memcpy(handle->reserved + 2, r->name, sizeof r->name);
+    return OK;
+}
+int cuIpcOpenMemHandle_v2(uint64_t* out, Handle handle, unsigned flags) {
+    ENTER;
+    if (!context) return INVALID_CONTEXT;
+    if (flags != 1 || handle.reserved[1] != 1) return INVALID_VALUE;
+    const char* name = (const char*)handle.reserved + 2;
+    char own[48];
+    snprintf(own, sizeof own, "/kvferry-fake-gpu-%d-", getpid());
+    if (strncmp(name, own, strlen(own)) == 0) return INVALID_CONTEXT;
+    for (int i = 0; i < RANGES; ++i)
+        if (ranges[i].bytes && strcmp(ranges[i].name, name) == 0) return ALREADY_MAPPED;
+    int fd = shm_open(name, O_RDWR, 0600);
+    if (fd < 0) return MAP_FAILED_;
+    off_t bytes = lseek(fd, 0, SEEK_END);
+    void* at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (at == MAP_FAILED) return MAP_FAILED_;
+    for (int i = 0; i < RANGES; ++i) {
+        Range* r = &ranges[i];
+        if (r->bytes) continue;
+        memcpy(r->name, name, sizeof r->name);
+        r->base = (uint64_t)at;
+        r->bytes = bytes;
+        r->opened = 1;
+        r->device = (int)context - 100;
+        *out = r->base;
+        return OK;
+    }
+    return NO_MEMORY;
+}
+int cuIpcCloseMemHandle(uint64_t base) {
+    ENTER;
+    Range* r = find(base);
+    if (!r || r->base != base || !r->opened) return INVALID_VALUE;
+    munmap((void*)r->base, r->bytes);
+    r->bytes = 0;
+    return OK;
+}
+
+int cuMemHostRegister_v2(uint64_t at, size_t bytes, unsigned flags) {
+    ENTER;
+    if (flags != 3 || at % 4096) return INVALID_VALUE;
+    for (int i = 0; i < PINS; ++i) {
+        if (pins[i].bytes) continue;
+        pins[i].base = at;
+        pins[i].bytes = bytes;
+        return OK;
+    }
+    return NO_MEMORY;
+}
+int cuMemHostUnregister(uint64_t at) {
+    ENTER;
+    for (int i = 0; i < PINS; ++i)
+        if (pins[i].bytes && pins[i].base == at) {
+            pins[i].bytes = 0;
+            return OK;
+        }
+    return NOT_REGISTERED;
+}
+int cuMemHostGetDevicePointer_v2(uint64_t* out, uint64_t at, unsigned flags) {
+    ENTER;
+    if (!fake_pinned(at) || flags) return INVALID_VALUE;
+    *out = at;
+    return OK;
+}
+
+int cuStreamCreate(uintptr_t* out, unsigned flags) {
+    ENTER;
+    *out = 7;
+    return context && flags == 1 ? OK : INVALID_CONTEXT;
+}
+int cuStreamDestroy_v2(uintptr_t stream) {
+    ENTER;
+    return stream == 7 ? OK : INVALID_VALUE;
+}
+int cuStreamSynchronize(uintptr_t stream) {
+    ENTER;
+    return stream == 7 ? OK : INVALID_VALUE;
+}
+int cuStreamWriteValue64_v2(uintptr_t stream, uint64_t at, uint64_t value, unsigned flags) {
+    ENTER;
+    (void)stream;
+    if (!fake_pinned(at) || flags) return INVALID_VALUE;
+    __atomic_store_n((uint64_t*)at, value, __ATOMIC_RELEASE);
+    return OK;
+}
+int cuMemcpy2DAsync_v2(const Copy2D* c, uintptr_t stream) {
+    ENTER;
+    if (!context || stream != 7) return INVALID_CONTEXT;
+    int save = c->srcType == 2 && c->dstType == 1, load = c->srcType == 1 && c->dstType == 2;
+    if (!save && !load) return INVALID_VALUE;
+    uint64_t device = save ? c->srcDevice : c->dstDevice;
+    size_t pitch = save ? c->srcPitch : c->dstPitch;
+    const char* host = save ? c->dstHost : c->srcHost;
+    size_t host_pitch = save ? c->dstPitch : c->srcPitch;
+    Range* r = find(device);
+    size_t reach = (c->height - 1) * pitch + c->width;
+    if (!r || device + reach > r->base + r->bytes || c->width > pitch || c->width > host_pitch)
+        return INVALID_VALUE;
+    if (r->device != (int)context - 100) return INVALID_CONTEXT;
+    if (!fake_pinned((uint64_t)host) ||
+        !fake_pinned((uint64_t)host + (c->height - 1) * host_pitch + c->width - 1))
+        return INVALID_VALUE;
+    for (size_t y = 0; y < c->height; ++y) {
+        char *d = (char*)device + y * pitch, *h = (char*)host + y * host_pitch;
+        memcpy(save ? h : d, save ? d : h, c->width);
+    }
+    return OK;
 }

@@ -29,6 +29,7 @@ from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, RankGroup, Session
 from kvferry_sidecar.sessions.registry import Registry
 from kvferry_sidecar.transport import Transport
+from support.fake_cuda import no_device
 from support.memory import sealed_memfd
 
 T = TypeVar("T")
@@ -152,6 +153,7 @@ class Node:
             epoch=EPOCH,
             endpoint=self.transport.endpoint,
             status=lambda: b"{}",
+            open_device=no_device,
             log=log,
         )
         self.loop.add_ticker("sessions", self.registry.tick)

@@ -58,6 +58,14 @@ class KvMemory:
         self._fence = mmap.mmap(self.fence_fd, FENCE_PAGE_BYTES)
         self._pages = mmap.mmap(self.fd, self.total_bytes)
 
+    def offered(self) -> list[Memory]:
+        """Return what Hello says of the memory."""
+        return [Memory(0, self.total_bytes)]
+
+    def fds(self) -> list[int]:
+        """Return the descriptors that go with Hello, after the pidfd."""
+        return [self.fence_fd, self.fd]
+
     def bound(self, step: int) -> None:
         """Write the fence word that loads wait for."""
         self._write_word(BOUND_STEP_OFFSET, step)
@@ -205,15 +213,14 @@ class RawHalf:
             "rank": self.rank,
             "pid": os.getpid(),
             "fence": self.memory is not None,
-            "memories": [Memory(0, self.memory.total_bytes)] if self.memory else [],
+            "memories": self.memory.offered() if self.memory else [],
         }
         return Hello(**(fields | changes))
 
     def attach(self) -> Welcome:
         """Say Hello as a well-behaved half does; connect the DEALER that Welcome names."""
         pidfd = os.pidfd_open(os.getpid())
-        memory = [self.memory.fence_fd, self.memory.fd] if self.memory else []
-        self.stream.send(self.hello(), [pidfd, *memory])
+        self.stream.send(self.hello(), [pidfd, *(self.memory.fds() if self.memory else ())])
         os.close(pidfd)
         self.welcome = self.stream.expect(Welcome)
         self.reconnect()

@@ -48,8 +48,12 @@ FROM_SIDECAR: list[hot.FromSidecar] = [
     hot.Error("bad-frame", "what and why", "what to do", 7, 3),
 ]
 
+MEMORIES = [
+    attach.Memory(0, 4096),
+    attach.Memory(1, 8192, "cuda", attach.CudaMemory(b"h" * 64, 512, 1 << 21, b"u" * 16, 9, 42)),
+]
 ATTACH_FROM_PEER: list[attach.FromPeer] = [
-    attach.Hello(1, 1, "worker", "engine", "abcde", 0, 42, True, [attach.Memory(0, 4096)], "x"),
+    attach.Hello(1, 1, "worker", "engine", "abcde", 0, 42, True, MEMORIES, "x"),
     attach.RegisterEngine(LIFE, VERSION, [0], 128, 128, 128, "recompute", None, True, 2, True),
     attach.RegisterRank(
         serial=1,

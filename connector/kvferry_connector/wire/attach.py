@@ -21,12 +21,33 @@ attach_fds_max = 18
 # --- what a rank and an engine say about themselves ------------------------------------------
 
 
+class CudaMemory(msgspec.Struct, frozen=True):
+    """Memory of a GPU as the driver hands it to another process.
+
+    ``handle`` (64 bytes) maps the whole allocation of ``allocation_bytes``, in which the buffer
+    begins at ``offset``. ``device`` is the GPU's UUID (16 bytes): ordinals differ by process.
+    ``buffer_id`` is the driver's number of the allocation in process ``pid``: handles of two
+    allocations may have equal bytes.
+    """
+
+    handle: bytes
+    offset: int
+    allocation_bytes: int
+    device: bytes
+    buffer_id: int
+    pid: int
+
+
 class Memory(msgspec.Struct, frozen=True):
-    """One KV buffer of a rank; its descriptor travels with Hello, in this order."""
+    """One KV buffer of a rank.
+
+    ``kind`` is "memfd" (its descriptor travels with Hello, in this order) or "cuda" (none does).
+    """
 
     buffer: int
     total_bytes: int
     kind: str = "memfd"
+    cuda: CudaMemory | None = None
 
 
 class Group(msgspec.Struct, frozen=True):

@@ -54,6 +54,20 @@ class CopyResult:
     crcs: NDArray[np.uint32] | None
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSpan:
+    """The pool's segment in this process; its arena of whole slabs lies at the end.
+
+    ``owner`` is kept alive by every copy.
+    """
+
+    address: int
+    total_bytes: int
+    arena_bytes: int
+    slab_bytes: int
+    owner: object = None
+
+
 class CopyEngine(Protocol):
     """Moves bytes between engine memory and the pool, asynchronously."""
 

@@ -8,10 +8,11 @@ from typing import Protocol
 import numpy as np
 from kvferry_connector.wire.attach import FieldRefusal, Group, Placement, RegisterRank
 from kvferry_native import Layout
-from kvferry_native import Mapping as Memory
+from kvferry_native import Mapping as HostMemory
 from numpy.typing import NDArray
 
 from kvferry_sidecar.geometry import checks
+from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory, make_layout
 from kvferry_sidecar.geometry.digest import geometry_digest, run_bytes
 from kvferry_sidecar.geometry.runs import Run, find_overlap, merge
 from kvferry_sidecar.keys import canonical
@@ -19,12 +20,14 @@ from kvferry_sidecar.limits import DEFAULT_LIMITS, Limits
 from kvferry_sidecar.masks.kinds import FULL_FAMILY, Kind
 from kvferry_sidecar.sessions.model import RankGeometry, RankGroup
 
+Memory = HostMemory | DeviceMemory
+
 # Facts of a group that vLLM's comparison of specs does not know.
 _NOT_SPEC = frozenset({"backends", "kernel_blocks", "members"})
 
 
 class MakeLayout(Protocol):
-    """The constructor of kvferry_native.Layout."""
+    """The constructor of a layout for the engine that reaches the memory."""
 
     def __call__(
         self,
@@ -33,7 +36,7 @@ class MakeLayout(Protocol):
         strides: NDArray[np.int64],
         lengths: NDArray[np.int64],
         num_blocks: int,
-    ) -> Layout:
+    ) -> Layout | CudaLayout:
         """Return the layout; ValueError when a run leaves the mapping."""
 
 
@@ -42,7 +45,7 @@ def validate_rank(
     memories: Mapping[int, Memory],
     *,
     limits: Limits = DEFAULT_LIMITS,
-    make_layout: MakeLayout = Layout,
+    make_layout: MakeLayout = make_layout,
 ) -> RankGeometry | list[FieldRefusal]:
     """Check a registration against the mapped memory and build its geometry.
 

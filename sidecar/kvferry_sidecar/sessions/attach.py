@@ -72,6 +72,7 @@ class AttachServer:
         epoch: int,
         endpoint: str,
         status: Callable[[], bytes],
+        open_device: hello_checks.OpenDevice,
         log: Log,
     ) -> None:
         self._loop = loop
@@ -81,6 +82,7 @@ class AttachServer:
         self._epoch = epoch
         self._endpoint = endpoint
         self._status = status
+        self._open_device = open_device
         self._log = log
         self._path = path
         self._connections: dict[int, Connection] = {}
@@ -253,7 +255,7 @@ class AttachServer:
         try:
             protocol = hello_checks.check(message, len(fds))
             life = verify(connection.stream, fds[0], message.pid)
-            offer = hello_checks.map_offer(message, fds[1:])
+            offer = hello_checks.map_offer(message, fds[1:], life.inode, self._open_device)
             peer = self._registry.attach(Claim(message, protocol, life.inode, offer), now_s)
             if isinstance(peer, Refused):
                 raise _RefusedError(peer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry_connector.wire.attach import Hello, Memory, Refused
 from kvferry_connector.wire.codec import id_chars_max
@@ -13,10 +13,13 @@ from kvferry_connector.wire.names import FENCE_PAGE_BYTES
 from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN, negotiate
 from kvferry_native import Mapping
 
+from kvferry_sidecar.engines.cuda_driver import CudaError
+from kvferry_sidecar.geometry.device import DeviceMemory
 from kvferry_sidecar.sessions.registry import Backing, Offer
 
 rank_max = 1 << 20
-_MEMORY_KINDS = ("memfd",)
+OpenDevice = Callable[[Memory, int], DeviceMemory]  # (memory, life); raises CudaError
+_MEMORY_KINDS = ("memfd", "cuda")
 
 
 class HelloError(Exception):
@@ -51,7 +54,15 @@ def check(hello: Hello, fds: int) -> int:
         raise HelloError("memories", "a scheduler half has no fence page and no memory")
     if not scheduler and not hello.fence:
         raise HelloError("fence", "a worker half comes with its fence page")
-    expected = 1 + int(hello.fence) + len(hello.memories)
+    unknown = [memory for memory in hello.memories if memory.kind not in _MEMORY_KINDS]
+    if unknown:
+        raise HelloError(
+            "memory-kind",
+            f"buffer {unknown[0].buffer} is of kind {unknown[0].kind!r}; this sidecar maps "
+            f"{', '.join(_MEMORY_KINDS)}",
+        )
+    files = sum(memory.kind == "memfd" for memory in hello.memories)
+    expected = 1 + int(hello.fence) + files
     if fds != expected:
         raise HelloError(
             "descriptors",
@@ -63,30 +74,35 @@ def check(hello: Hello, fds: int) -> int:
     return protocol
 
 
-def map_offer(hello: Hello, fds: Sequence[int]) -> Offer:
+def map_offer(hello: Hello, fds: Sequence[int], life: int, open_device: OpenDevice) -> Offer:
     """Map the fence page and the memories; ``fds`` in Hello's order, and they stay the caller's.
 
-    Raises HelloError when a descriptor is not what it should be.
+    ``life`` is the number of the half's process. Raises HelloError when a descriptor is not what
+    it should be, or memory of a GPU cannot be opened.
     """
     offer = Offer()
     rest = list(fds)
     if hello.fence:
         _check_file("the fence page", rest[0], FENCE_PAGE_BYTES)
         offer.fence = _map("the fence page", rest.pop(0), FENCE_PAGE_BYTES)
-    for memory, fd in zip(hello.memories, rest, strict=True):
-        offer.backing[memory.buffer] = _check_memory(memory, fd)
-        offer.memories[memory.buffer] = _map(f"buffer {memory.buffer}", fd, memory.total_bytes)
+    for memory in hello.memories:
+        buffer, what = memory.buffer, f"buffer {memory.buffer}"
+        if memory.kind == "cuda":
+            offer.memories[buffer], offer.backing[buffer] = _open(memory, life, open_device)
+        else:
+            fd = rest.pop(0)
+            offer.backing[buffer] = _check_file(what, fd, memory.total_bytes)
+            offer.memories[buffer] = _map(what, fd, memory.total_bytes)
     return offer
 
 
-def _check_memory(memory: Memory, fd: int) -> Backing:
-    if memory.kind not in _MEMORY_KINDS:
-        raise HelloError(
-            "memory-kind",
-            f"buffer {memory.buffer} is of kind {memory.kind!r}; this sidecar maps "
-            f"{', '.join(_MEMORY_KINDS)}",
-        )
-    return _check_file(f"buffer {memory.buffer}", fd, memory.total_bytes)
+def _open(memory: Memory, life: int, open_device: OpenDevice) -> tuple[DeviceMemory, Backing]:
+    try:
+        device = open_device(memory, life)
+    except CudaError as error:
+        raise HelloError("cuda", f"buffer {memory.buffer}: {error}") from error
+    number = memory.cuda.buffer_id if memory.cuda is not None else 0
+    return device, (-1 - device.ordinal, number, memory.total_bytes)
 
 
 def _check_file(what: str, fd: int, total_bytes: int) -> Backing:

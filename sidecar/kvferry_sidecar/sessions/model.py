@@ -11,6 +11,8 @@ from typing import NamedTuple
 from kvferry_connector.wire.attach import RegisterEngine, RegisterRank
 from kvferry_native import Layout, Mapping
 
+from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
+
 
 class SessionKey(NamedTuple):
     """One engine on this node."""
@@ -26,7 +28,9 @@ class RankGroup:
     group: int
     kind: str
     block_tokens: int
-    layout: Layout | None  # None: no layers of this group on this rank (pipeline parallel)
+    layout: (
+        Layout | CudaLayout | None
+    )  # None: no layers of this group on this rank (pipeline parallel)
     payload_bytes: int  # this rank's shard of one chunk; 0 without a layout
     num_blocks: int
     save_rule: str  # "all" | "held" | "hand-offs" | "none"
@@ -66,7 +70,7 @@ class Peer:
     life_inode: int  # pidfs inode of the process: the same process keeps its generation
     pid: int
     fence: Mapping | None = None
-    memories: dict[int, Mapping] = field(default_factory=dict)
+    memories: dict[int, Mapping | DeviceMemory] = field(default_factory=dict)
     geometry: RankGeometry | None = None
     connected: bool = True  # the lifeline stream is open (a hint, never a proof)
     last_beat_s: float = 0.0

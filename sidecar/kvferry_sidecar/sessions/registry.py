@@ -30,6 +30,7 @@ from kvferry_connector.wire.names import NONCE_BYTES
 from kvferry_native import Mapping
 from structlog.typing import FilteringBoundLogger as Log
 
+from kvferry_sidecar.geometry.device import DeviceMemory
 from kvferry_sidecar.geometry.identity import nearest_namespace
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.sessions import agreement, readiness
@@ -41,7 +42,8 @@ from kvferry_sidecar.sessions.rules import retention_of
 leaving_check_s = 0.05  # how often a left half's copies are asked for (they also wake the loop)
 
 Backing = tuple[int, int, int]  # (device, inode, bytes) of a memory
-Validate = Callable[[RegisterRank, dict[int, Mapping]], RankGeometry | list[FieldRefusal]]
+Memories = dict[int, Mapping | DeviceMemory]
+Validate = Callable[[RegisterRank, Memories], RankGeometry | list[FieldRefusal]]
 Digest = Callable[[list[RankGeometry], bytes], bytes]
 
 
@@ -50,7 +52,7 @@ class Offer:
     """The mapped memory of a Hello; it becomes the rank's once its registration is valid."""
 
     fence: Mapping | None = None
-    memories: dict[int, Mapping] = field(default_factory=dict)
+    memories: Memories = field(default_factory=dict)
     backing: dict[int, Backing] = field(default_factory=dict)
 
 

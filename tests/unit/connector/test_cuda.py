@@ -1,20 +1,22 @@
-"""Export of CUDA memory against a driver library that records, and fails what a test names."""
+"""Export of GPU memory and fence words of a stream, over a driver made of host memory."""
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-import threading
-from collections.abc import Callable
-from pathlib import Path
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from kvferry_connector import cuda, export
 from kvferry_connector.cuda import CudaError, Driver
-from support.sources import ROOT
+from kvferry_connector.export import ExportError, FencePage, KvMemory
+from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET, FENCE_PAGE_BYTES
+from support.fake_cuda import FakeGpu, library
 
-BASE, BYTES = 0x7F00_0020_0000, 3 << 30
-CALLS = {
+CALLS = (
     "cuDeviceGet",
     "cuCtxGetCurrent",
     "cuDevicePrimaryCtxRetain",
@@ -24,142 +26,183 @@ CALLS = {
     "cuPointerGetAttribute",
     "cuIpcGetMemHandle",
     "cuDeviceGetUuid_v2",
-}
-
-
-class FakeDriver:
-    """The library of support/fake_libcuda.c."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self._library = ctypes.CDLL(self.path)
-        self._library.fake_calls.restype = ctypes.c_char_p
-        self._library.fake_reset.argtypes = [
-            *(ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_uint64)
-        ]
-        self.reset()
-
-    def reset(self, *, legacy: bool = True, mempool: bool = False, types: int = 0) -> None:
-        self._library.fake_reset(BASE, BYTES, legacy, mempool, types)
-
-    def fail(self, name: str, code: int) -> None:
-        self._library.fake_fail(name.encode(), code)
-
-    def bind(self) -> None:
-        self._library.fake_bind()
-
-    @property
-    def bound(self) -> bool:
-        return bool(self._library.fake_bound())
-
-    @property
-    def calls(self) -> list[str]:
-        text: bytes = self._library.fake_calls()
-        return text.decode().split()
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
-    source = ROOT / "tests" / "support" / "fake_libcuda.c"
-    command = ["cc", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o", path, source]
-    subprocess.run(command, check=True, timeout=60)
-    return path
+)
 
 
 @pytest.fixture
-def fake(library: Path) -> FakeDriver:
-    return FakeDriver(library)
+def gpu() -> Iterator[FakeGpu]:
+    gpu = FakeGpu()
+    yield gpu
+    gpu.fail("", 0)
+    gpu.free_all()
 
 
-def test_a_handle_opens_the_whole_allocation(fake: FakeDriver) -> None:
-    found = Driver(fake.path).export(BASE + 4096, 0)
-    assert (found.address, found.total_bytes) == (BASE, BYTES)
-    assert found.handle == bytes(range(64))
-    assert found.buffer_id == 0x1122334455667788
+@pytest.fixture
+def driver(gpu: FakeGpu) -> Driver:
+    assert gpu.calls() == []
+    return Driver(str(library()))
 
 
-def test_the_gpu_is_named_whole_though_its_name_has_zero_bytes(fake: FakeDriver) -> None:
-    uuid = bytes.fromhex(Driver(fake.path).export(BASE, 0).gpu)
-    assert len(uuid) == 16
-    assert uuid.count(0) == 4
-    assert Driver(fake.path).export(BASE, 1).gpu != uuid.hex()
-
-
-def test_a_thread_without_a_context_gets_the_primary_one_and_keeps_no_hold(
-    fake: FakeDriver,
-) -> None:
-    """The lifeline's thread made no CUDA call before."""
-    bound: list[bool] = []
-
-    def work() -> None:
-        Driver(fake.path).export(BASE, 0)
-        bound.append(fake.bound)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(30)
-    assert bound == [True]
-    assert fake.calls.count("cuDevicePrimaryCtxRetain") == 1
-    assert fake.calls.count("cuDevicePrimaryCtxRelease_v2") == 1
-
-
-def test_a_context_that_is_there_is_left_alone(fake: FakeDriver) -> None:
-    fake.bind()
-    Driver(fake.path).export(BASE, 0)
-    assert "cuCtxSetCurrent" not in fake.calls
-    assert "cuDevicePrimaryCtxRetain" not in fake.calls
+def test_export_names_the_allocation_not_the_buffer(gpu: FakeGpu, driver: Driver) -> None:
+    base = gpu.alloc(1 << 20, device=1)
+    other = gpu.alloc(1 << 20, device=1)
+    found = driver.export(base + 8192, 1)
+    assert (found.offset, found.allocation_bytes, found.pid) == (8192, 1 << 20, os.getpid())
+    assert len(found.handle) == 64
+    assert found.handle == driver.export(base, 1).handle
+    assert found.device == b"G\0\0\0\0\2" + bytes(9) + b"\7", "a zero byte ends nothing"
+    assert found.buffer_id != driver.export(other, 1).buffer_id
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "types", "words"),
     [
-        ({"types": 1}, "expandable_segments.* sleep mode.* by: fd"),
-        ({"types": 9}, "by: fd, fabric"),
-        ({}, "by: nothing"),
-        ({"mempool": True}, "backend:cudaMallocAsync"),
+        ("virtual", 1, "expandable_segments.* sleep mode.* by: fd"),
+        ("virtual", 9, "by: fd, fabric"),
+        ("virtual", 0, "by: nothing"),
+        ("pool", 0, "backend:cudaMallocAsync"),
     ],
 )
 def test_memory_without_a_handle_is_refused_with_the_setting(
-    fake: FakeDriver, kind: dict[str, int], words: str
+    gpu: FakeGpu, driver: Driver, kind: str, types: int, words: str
 ) -> None:
-    fake.reset(legacy=False, **kind)
+    address = gpu.alloc(1 << 20, kind=kind, types=types)
     with pytest.raises(CudaError, match=words):
-        Driver(fake.path).export(BASE, 0)
-    assert "cuIpcGetMemHandle" not in fake.calls
+        driver.export(address, 0)
+    assert not gpu.calls("cuIpcGetMemHandle")
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
-@pytest.mark.parametrize("code", [1, 201, 304, 800, 801, 999])
-def test_every_call_may_fail_and_says_which(fake: FakeDriver, name: str, code: int) -> None:
-    fake.fail(name, code)
-    with pytest.raises(CudaError, match=f"{name} failed with {code}: ."):
-        Driver(fake.path).export(BASE, 0)
-    if "cuDevicePrimaryCtxRetain" in fake.calls and name != "cuDevicePrimaryCtxRetain":
-        assert "cuDevicePrimaryCtxRelease_v2" in fake.calls
+def in_a_thread(work: Callable[[], None]) -> None:
+    """Run it where no context is current, as in the lifeline's thread."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result(30)
 
 
-def test_no_call_is_left_out_of_that(fake: FakeDriver) -> None:
-    Driver(fake.path).export(BASE, 0)
-    assert set(fake.calls) == CALLS
-
-
-def test_a_machine_without_a_driver_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CudaError, match="is the driver here"):
-        Driver(str(tmp_path / "libcuda.so.1"))
-
-
-def test_an_engine_on_a_gpu_is_told_what_stands_in_the_way(
-    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+def test_a_thread_without_a_context_gets_the_primary_one_and_keeps_no_hold(
+    gpu: FakeGpu, driver: Driver
 ) -> None:
-    monkeypatch.setattr(export, "Driver", lambda: Driver(fake.path))
-    refusal: Callable[[int, int], str] = export._on_gpu
-    assert "could be shared; this version serves CPU engines only" in refusal(BASE, 0)
-    fake.reset(legacy=False, types=1)
-    assert "GPU 0 cannot be shared: virtual memory" in refusal(BASE, 0)
-    monkeypatch.setattr(export, "Driver", lambda: Driver("/nowhere/libcuda.so.1"))
-    assert "is the driver here" in refusal(BASE, 0)
+    address = gpu.alloc(1 << 20)
+
+    def work() -> None:
+        driver.export(address, 0)
+        driver.export(address, 0)
+
+    in_a_thread(work)
+    for call in ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent"):
+        assert len(gpu.calls(call)) == 1, "a context that is there is left alone"
 
 
-def test_the_library_is_loaded_by_its_own_name_only() -> None:
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("code", [1, 201, 304, 800, 801, 999])
+def test_every_call_may_fail_and_says_which(
+    gpu: FakeGpu, driver: Driver, name: str, code: int
+) -> None:
+    address = gpu.alloc(1 << 20)
+    gpu.fail(name, code)
+
+    def work() -> None:
+        with pytest.raises(CudaError, match=f"{name} failed with {code}: ."):
+            driver.export(address, 0)
+
+    in_a_thread(work)
+    if name != "cuDevicePrimaryCtxRetain" and gpu.calls("cuDevicePrimaryCtxRetain"):
+        assert gpu.calls("cuDevicePrimaryCtxRelease_v2")
+
+
+def test_no_call_is_left_out_of_that(gpu: FakeGpu, driver: Driver) -> None:
+    address = gpu.alloc(1 << 20)
+    in_a_thread(lambda: driver.export(address, 0))
+    assert set(gpu.calls()) == set(CALLS)
+
+
+def test_a_machine_without_a_driver_says_so() -> None:
+    with pytest.raises(CudaError, match="is the driver here"):
+        Driver("libcuda-of-another-world.so.1")
+
+
+# --- the engine's memory -------------------------------------------------------------------
+
+
+def tensor(address: int, total_bytes: int) -> SimpleNamespace:
+    storage = SimpleNamespace(data_ptr=lambda: address, nbytes=lambda: total_bytes)
+    device = SimpleNamespace(type="cuda", index=1)
+    return SimpleNamespace(untyped_storage=lambda: storage, device=device)
+
+
+def test_kv_memory_on_a_gpu_is_exported_once(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "Driver", lambda: Driver(str(library())))
+    memory = KvMemory()
+    address = gpu.alloc(1 << 20, device=1)
+    gpu.forget()
+    first = memory.find(tensor(address + 512, 4096))
+    assert memory.find(tensor(address + 1024, 64)) is first
+    assert len(gpu.calls("cuIpcGetMemHandle")) == 1
+    (handle,) = memory.handles()
+    assert handle.fd is None
+    assert (handle.memory.kind, handle.memory.total_bytes) == ("cuda", 4096)
+    assert handle.memory.cuda is not None
+    assert handle.memory.cuda.offset == 512
+    assert memory.driver is not None
+    memory.close()
+
+
+def test_other_memory_is_refused() -> None:
+    strange = tensor(4096, 4096)
+    strange.device.type = "xpu"
+    with pytest.raises(ExportError, match="CPU and CUDA engines"):
+        KvMemory().find(strange)
+
+
+# --- fences ---------------------------------------------------------------------------------
+
+
+def words(fence: FencePage) -> tuple[int, int]:
+    with mmap.mmap(fence.fd, FENCE_PAGE_BYTES, access=mmap.ACCESS_READ) as page:
+        (bound,) = struct.unpack_from("<Q", page, BOUND_STEP_OFFSET)
+        (done,) = struct.unpack_from("<Q", page, DONE_STEP_OFFSET)
+        return bound, done
+
+
+def test_the_stream_writes_the_words(gpu: FakeGpu, driver: Driver) -> None:
+    fence = FencePage()
+    fence.bound(1)
+    streams = iter([11, 12, 13])
+    fence.follow(driver, lambda: next(streams))
+    gpu.forget()
+    fence.bound(7)
+    fence.done(7)
+    assert gpu.calls() == ["cuStreamWriteValue64_v2"] * 2
+    assert words(fence) == (7, 7)
+    fence.close()
+    assert gpu.calls("cuMemHostUnregister")
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2", "cuStreamWriteValue64_v2"],
+)
+def test_without_stream_words_nothing_is_registered(
+    gpu: FakeGpu, driver: Driver, call: str
+) -> None:
+    fence = FencePage()
+    gpu.forget()
+    gpu.fail(call, 801)
+    with pytest.raises(CudaError, match=call):
+        fence.follow(driver, lambda: 0)
+    registered = len(gpu.calls("cuMemHostRegister_v2")) - (call == "cuMemHostRegister_v2")
+    assert len(gpu.calls("cuMemHostUnregister")) == registered
+    fence.close()
+
+
+def test_a_word_that_cannot_be_written_raises(gpu: FakeGpu, driver: Driver) -> None:
+    fence = FencePage()
+    fence.follow(driver, lambda: 0)
+    gpu.fail("cuStreamWriteValue64_v2", 719)
+    with pytest.raises(CudaError, match="719"):
+        fence.done(9)
+    assert words(fence) == (0, 0), "nobody is told of a step that may not have come so far"
+    fence.close()
+
+
+def test_the_library_is_the_drivers() -> None:
     assert cuda.LIBRARY == "libcuda.so.1"

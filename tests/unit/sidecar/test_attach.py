@@ -178,7 +178,8 @@ BAD_HELLOS = {
     "no fence": ({"fence": False}, 1, "fence"),
     "memory too large": ({"memories": [Memory(0, 8192)]}, 3, "memory-size"),
     "memory of no size": ({"memories": [Memory(0, 0)]}, 3, "memory-size"),
-    "memory kind": ({"memories": [Memory(0, 4096, "cuda")]}, 3, "memory-kind"),
+    "memory kind": ({"memories": [Memory(0, 4096, "tape")]}, 3, "memory-kind"),
+    "memory of a GPU without one": ({"memories": [Memory(0, 4096, "cuda")]}, 2, "cuda"),
     "same buffer": ({"memories": [Memory(0, 4096), Memory(0, 4096)]}, 4, "memories"),
 }
 

@@ -26,6 +26,7 @@ from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.transport import Transport
+from support.fake_cuda import no_device
 from support.node import EPOCH, HalfClient, Node
 
 
@@ -149,6 +150,7 @@ def test_a_path_that_cannot_be_bound_is_an_error_of_the_run_directory(node: Node
             epoch=EPOCH,
             endpoint="",
             status=lambda: b"{}",
+            open_device=no_device,
             log=structlog.get_logger(),
         )
     assert node.server.owns_path()

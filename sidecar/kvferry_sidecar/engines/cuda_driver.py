@@ -1,0 +1,179 @@
+"""The CUDA driver by ctypes: prototypes, contexts, and one table of errors with their remedies.
+
+The driver's library is all that is needed: no toolkit, no runtime, nothing to install. Calls give
+the interpreter away while they run. Contexts are the primary ones, made at the first use of a GPU
+and kept: each costs some hundred MiB of that GPU's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import POINTER, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from typing import Any
+
+LIBRARY = "libcuda.so.1"
+UUID_BYTES = 16
+HANDLE_BYTES = 64
+_ADDRESS = c_uint64  # CUdeviceptr
+_NON_BLOCKING = 1  # a stream that does not wait for the default one
+_LAZY_PEER_ACCESS = 1  # the only flag of cuIpcOpenMemHandle
+_PORTABLE_AND_MAPPED = 3
+
+
+class IpcHandle(ctypes.Structure):
+    """Passed by value, so it has to be a structure."""
+
+    _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)  # c_char would end at the first zero
+
+
+class Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D_v2."""
+
+    _fields_ = (
+        ("srcXInBytes", c_size_t), ("srcY", c_size_t), ("srcMemoryType", c_int),
+        ("srcHost", c_void_p), ("srcDevice", _ADDRESS), ("srcArray", c_void_p),
+        ("srcPitch", c_size_t),
+        ("dstXInBytes", c_size_t), ("dstY", c_size_t), ("dstMemoryType", c_int),
+        ("dstHost", c_void_p), ("dstDevice", _ADDRESS), ("dstArray", c_void_p),
+        ("dstPitch", c_size_t),
+        ("WidthInBytes", c_size_t), ("Height", c_size_t),
+    )  # fmt: skip
+
+
+MEMORY_HOST, MEMORY_DEVICE = 1, 2  # CUmemorytype
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetUuid_v2": (POINTER(c_char * UUID_BYTES), c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuInit": (c_uint,),
+    "cuIpcCloseMemHandle": (_ADDRESS,),
+    "cuIpcOpenMemHandle_v2": (POINTER(_ADDRESS), IpcHandle, c_uint),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemcpy2DAsync_v2": (POINTER(Copy2D), c_void_p),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+}
+# code: (name, what it means here and what to do)
+ERRORS: dict[int, tuple[str, str]] = {
+    1: (
+        "INVALID_VALUE",
+        "the memory was not allocated by cudaMalloc, or its handle is damaged: turn sleep mode and "
+        "expandable segments of the engine off",
+    ),
+    2: (
+        "OUT_OF_MEMORY",
+        "free some memory of the GPU (lower gpu_memory_utilization of the engine) or make the host "
+        "pool smaller",
+    ),
+    100: ("NO_DEVICE", "give the sidecar the GPUs of the engines (NVIDIA_VISIBLE_DEVICES=all)"),
+    201: (
+        "INVALID_CONTEXT",
+        "engine and sidecar have equal process ids in two PID namespaces: share the namespace "
+        "(shareProcessNamespace, hostPID)",
+    ),
+    205: (
+        "MAP_FAILED",
+        "the engine's memory cannot be reached: give the sidecar the same GPU by the NVIDIA "
+        "runtime (not by CDI or DRA), or the engine has ended",
+    ),
+    208: ("ALREADY_MAPPED", "another library in this process has opened it: report it"),
+    217: ("PEER_ACCESS_UNSUPPORTED", "give the sidecar the GPU that holds the memory"),
+    304: ("OPERATING_SYSTEM", "raise the memlock limit (LimitMEMLOCK=infinity, IPC_LOCK)"),
+    712: ("HOST_MEMORY_ALREADY_REGISTERED", "another library has registered the pool: report it"),
+    713: ("HOST_MEMORY_NOT_REGISTERED", "report it with this text"),
+    711: ("TOO_MANY_PEERS", "give the sidecar the GPU that holds the memory"),
+    719: ("LAUNCH_FAILED", "the GPU's context is lost: restart the sidecar"),
+    800: ("NOT_PERMITTED", "the container or sandbox forbids it: use the NVIDIA runtime"),
+    801: ("NOT_SUPPORTED", "MIG, WSL, Tegra and confidential computing are not served"),
+    999: ("UNKNOWN", "look into the kernel's log for lines with Xid"),
+}
+
+
+class CudaError(Exception):
+    """A call of the driver failed, or it is not there. ``code`` is 0 in the latter case."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def error_of(call: str, code: int) -> CudaError:
+    """Return the error of a failed call, with what to do about it."""
+    name, remedy = ERRORS.get(code, (str(code), "look it up in the CUDA driver's documentation"))
+    return CudaError(f"{call} failed: CUDA_ERROR_{name} ({code}); {remedy}", code)
+
+
+class Driver:
+    """The driver and the GPUs this process sees. Raises CudaError when there is none."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            self._cu = ctypes.CDLL(library)
+            for name, types in _PROTOTYPES.items():
+                getattr(self._cu, name).argtypes = types
+        except (OSError, AttributeError) as error:
+            raise CudaError(
+                f"there is no CUDA driver here ({error}); give the container access to the GPUs "
+                "(runtimeClassName: nvidia, NVIDIA_VISIBLE_DEVICES=all)"
+            ) from error
+        self("cuInit", 0)
+        self._lock = threading.Lock()
+        self._contexts: dict[int, c_void_p] = {}
+        count = c_int()
+        self("cuDeviceGetCount", byref(count))
+        self._ordinals = {self._uuid(ordinal): ordinal for ordinal in range(count.value)}
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        """Call one function. Raises CudaError."""
+        code = int(getattr(self._cu, name)(*arguments))
+        if code:
+            raise error_of(name, code)
+
+    def ordinal_of(self, uuid: bytes) -> int:
+        """Return this process's number of a GPU. Raises CudaError when it does not see that one."""
+        try:
+            return self._ordinals[uuid]
+        except KeyError:
+            raise CudaError(
+                f"the engine's GPU {uuid.hex()} is none of the {len(self._ordinals)} that the "
+                "sidecar sees; give it every GPU of the node (NVIDIA_VISIBLE_DEVICES=all)",
+                100,
+            ) from None
+
+    def use(self, ordinal: int) -> None:
+        """Make a GPU the current one of this thread; its context is made at the first use."""
+        with self._lock:
+            context = self._contexts.get(ordinal)
+            if context is None:
+                context, device = c_void_p(), c_int()
+                self("cuDeviceGet", byref(device), ordinal)
+                self("cuDevicePrimaryCtxRetain", byref(context), device)
+                self._contexts[ordinal] = context
+        self("cuCtxSetCurrent", context)
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation on the current GPU; returns its address here."""
+        address, by_value = _ADDRESS(), IpcHandle.from_buffer_copy(handle)
+        self("cuIpcOpenMemHandle_v2", byref(address), by_value, _LAZY_PEER_ACCESS)
+        return int(address.value)
+
+    def stream(self) -> c_void_p:
+        """Return a new stream of the current GPU that never waits for the default one."""
+        stream = c_void_p()
+        self("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        return stream
+
+    def pin(self, address: int, total_bytes: int) -> None:
+        """Register host memory for all GPUs of this process."""
+        self("cuMemHostRegister_v2", address, total_bytes, _PORTABLE_AND_MAPPED)
+
+    def _uuid(self, ordinal: int) -> bytes:
+        device, uuid = c_int(), (c_char * UUID_BYTES)()
+        self("cuDeviceGet", byref(device), ordinal)
+        self("cuDeviceGetUuid_v2", byref(uuid), device)
+        return ctypes.string_at(uuid, UUID_BYTES)

@@ -1,0 +1,173 @@
+"""Engines' GPU memory in this process, and the host pool as GPUs reach it.
+
+One mapping per allocation: how often the driver counts opens differs by its version, so the count
+is ours. A mapping is closed with its last user (a rank's registration, a layout, a copy), which is
+how an engine's memory is given back as soon as its copies have stopped: until then an engine that
+died keeps all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvferry_connector.wire.attach import Memory
+from structlog.typing import FilteringBoundLogger as Log
+
+from kvferry_sidecar.engines.base import PoolSpan
+from kvferry_sidecar.engines.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaError, Driver
+from kvferry_sidecar.geometry.device import DeviceMemory
+
+pin_bytes_max = 64 << 30  # in one call: from 512 GiB on the driver refuses
+
+
+@dataclass(slots=True)
+class _Open:
+    ordinal: int
+    address: int
+    users: int = 0
+
+
+class CudaMemories:
+    """The allocations of engines that are mapped here. Used by the control loop's thread.
+
+    Copies may drop the last reference to a memory on their own threads, so the table has a lock.
+    """
+
+    def __init__(self, driver: Driver, log: Log) -> None:
+        self._driver, self._log = driver, log
+        self._lock = threading.RLock()
+        self._open: dict[tuple[int, int, bytes], _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, memory: Memory, life: int) -> DeviceMemory:
+        """Map a rank's buffer; ``life`` tells processes apart. Raises CudaError with the remedy.
+
+        Equal handles of another life or of another allocation are other memory.
+        """
+        cuda = memory.cuda
+        if cuda is None or len(cuda.handle) != HANDLE_BYTES or len(cuda.device) != UUID_BYTES:
+            raise CudaError(
+                f"buffer {memory.buffer} has no handle of {HANDLE_BYTES} and UUID of {UUID_BYTES} "
+                "bytes; install compatible versions of kvferry"
+            )
+        if not 0 <= cuda.offset <= cuda.allocation_bytes - memory.total_bytes:
+            raise CudaError(
+                f"buffer {memory.buffer} has {memory.total_bytes} bytes at {cuda.offset} of an "
+                f"allocation of {cuda.allocation_bytes}; report it with this text"
+            )
+        if cuda.pid == os.getpid():
+            raise CudaError(
+                f"the engine's process id is {cuda.pid} as the sidecar's own is, in another PID "
+                "namespace: the driver takes them for one process; share the namespace "
+                "(shareProcessNamespace, hostPID)",
+                201,
+            )
+        ordinal = self._driver.ordinal_of(cuda.device)
+        key = (life, cuda.buffer_id, cuda.handle)
+        with self._lock:
+            mapped = self._open.get(key)
+            if mapped is None:
+                self._driver.use(ordinal)
+                mapped = self._open[key] = _Open(ordinal, self._driver.open(cuda.handle))
+            mapped.users += 1
+        device = DeviceMemory(ordinal, mapped.address + cuda.offset, memory.total_bytes)
+        weakref.finalize(device, self._drop, key).atexit = False
+        return device
+
+    def _drop(self, key: tuple[int, int, bytes]) -> None:
+        with self._lock:
+            mapped = self._open[key]
+            mapped.users -= 1
+            if mapped.users:
+                return
+            del self._open[key]
+            try:
+                self._driver.use(mapped.ordinal)
+                self._driver("cuIpcCloseMemHandle", mapped.address)
+            except CudaError as error:  # the engine's memory stays until we end
+                self._log.error("an engine's GPU memory was not closed", error=str(error))
+
+
+class PinnedPool:
+    """The host pool, registered with the driver chunk by chunk behind the sidecar's back.
+
+    Copies wait for the chunk they touch (``wait``); chunks end at slabs, so none touches two. After
+    a failure what is pinned goes on serving.
+    """
+
+    def __init__(self, driver: Driver, pool: PoolSpan, log: Log) -> None:
+        self._driver, self._address, self._log = driver, pool.address, log
+        self.cuts = chunk_cuts(pool)
+        self.failure: CudaError | None = None
+        self._pinned_to = self.cuts[0]
+        self._stopping = False
+        self._moved = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def start(self, ordinal: int) -> None:
+        """Begin, once: registering creates a context, so on a GPU that is used anyway."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._pin, args=(ordinal,), name="kvferry-pin", daemon=True
+            )
+            self._thread.start()
+
+    def wait(self, end: int) -> None:
+        """Return once the pool is pinned up to byte ``end``. Raises CudaError when it never is."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._pinned_to >= end or self._ended())
+            if self._pinned_to < end:
+                raise self.failure or CudaError("the pool is being closed")
+
+    def stop(self) -> None:
+        """Pin no further; whoever waits for that is told."""
+        with self._moved:
+            self._stopping = True
+            self._moved.notify_all()
+
+    def close(self) -> None:
+        """Give the pool back; no copy runs any more."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join()
+            self._give_back()
+
+    def _ended(self) -> bool:
+        return self._stopping or self.failure is not None
+
+    def _pin(self, ordinal: int) -> None:
+        try:
+            self._driver.use(ordinal)
+            for start, end in pairwise(self.cuts):
+                if self._stopping:
+                    return
+                self._driver.pin(self._address + start, end - start)
+                with self._moved:
+                    self._pinned_to = end
+                    self._moved.notify_all()
+                self._log.info("pool pinned", gib=end >> 30, of_gib=self.cuts[-1] >> 30)
+        except CudaError as error:
+            self._log.error("the pool cannot be pinned", error=str(error))
+            with self._moved:
+                self.failure = error
+                self._moved.notify_all()
+
+    def _give_back(self) -> None:
+        for start in reversed([cut for cut in self.cuts[:-1] if cut < self._pinned_to]):
+            try:
+                self._driver("cuMemHostUnregister", self._address + start)
+            except CudaError as error:
+                self._log.error("a part of the pool stays pinned", error=str(error))
+
+
+def chunk_cuts(pool: PoolSpan) -> list[int]:
+    """Return the ends of chunks, ascending: the arena's start, then whole slabs of it."""
+    chunk_bytes = max(pool.slab_bytes, pin_bytes_max // pool.slab_bytes * pool.slab_bytes)
+    arena_at = pool.total_bytes - pool.arena_bytes
+    return [*range(arena_at, pool.total_bytes, chunk_bytes), pool.total_bytes]

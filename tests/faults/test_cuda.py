@@ -1,0 +1,160 @@
+"""A real sidecar and memory on a GPU that is made of host memory (support/fake_cuda.py).
+
+The driver's calls are the product's own; what a real GPU adds (streams that run behind, speed) is
+not here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvferry_connector.wire.attach import Refused
+from support.books import wait_settled
+from support.fake_cuda import FakeGpu, GpuKvMemory, library
+from support.hot_engine import HotEngine
+from support.raw_half import KvMemory, RawHalf, attach_pair
+from support.sidecar import SidecarUnderTest, running_sidecar
+from support.waiting import wait_until
+
+GPU = ("--set", "copy.gpu=true")
+PROMPT = "a prompt on a GPU"
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    gpu = FakeGpu()
+    yield gpu
+    gpu.free_all()
+
+
+@pytest.fixture
+def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarUnderTest]:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library().parent))
+    with running_sidecar(pool_bytes=64 << 20, flags=GPU) as found:
+        yield found
+
+
+def engine_of(
+    sidecar: SidecarUnderTest, memory: KvMemory, engine_id: str
+) -> tuple[HotEngine, list[RawHalf]]:
+    life = os.urandom(16)
+    halves = attach_pair(sidecar.run_dir, memory, life, engine_id)
+    return HotEngine(*halves, memory, life), list(halves)
+
+
+def device_mappings(sidecar: SidecarUnderTest) -> int:
+    return Path(f"/proc/{sidecar.process.pid}/maps").read_text().count("kvferry-fake-gpu")
+
+
+def test_what_a_gpu_saved_another_gpu_and_a_host_load_after_a_kill(
+    sidecar: SidecarUnderTest, gpu: FakeGpu
+) -> None:
+    memory = GpuKvMemory(gpu)
+    engine, halves = engine_of(sidecar, memory, "first")
+    engine.put(PROMPT)
+    assert engine.get(PROMPT) == 48
+    for half in halves:
+        half.close()
+    sidecar.kill(signal.SIGKILL)
+    sidecar.restart()
+    for engine_id, other in (("gpu", GpuKvMemory(gpu, offset=0)), ("host", KvMemory())):
+        engine, halves = engine_of(sidecar, other, engine_id)
+        assert engine.get(PROMPT) == 48, "the pool's bytes are the same wherever they came from"
+        for half in halves:
+            half.leave()
+        other.close()
+    wait_settled(sidecar.run_dir)
+    memory.close()
+
+
+def test_a_save_waits_for_the_word_of_the_stream(sidecar: SidecarUnderTest, gpu: FakeGpu) -> None:
+    memory = GpuKvMemory(gpu)
+    engine, halves = engine_of(sidecar, memory, "fenced")
+    blocks = (1, 2, 3)
+    job = engine.submit(engine.save_job(PROMPT, blocks, step=4))
+    memory.done(3)
+    engine.put("another, whose word has come", (7, 8))
+    assert not [message for message in halves[1].drain() if getattr(message, "job", 0) == job]
+    engine.fill(PROMPT, blocks)
+    memory.done(4)
+    assert engine.ended(job).status == "done"
+    assert engine.get(PROMPT) == 48
+    for half in halves:
+        half.leave()
+    memory.close()
+
+
+def test_a_damaged_object_never_reaches_the_gpu(sidecar: SidecarUnderTest, gpu: FakeGpu) -> None:
+    memory = GpuKvMemory(gpu)
+    engine, halves = engine_of(sidecar, memory, "damaged")
+    engine.put(PROMPT)
+    admission, answer = engine.lease(PROMPT, 3)
+    assert answer.hit_tokens == 48
+    payload = engine.content(PROMPT, 1)
+    with Path("/dev/shm", sidecar.pool_name).open("r+b") as pool:
+        at = pool.read().index(payload)
+        pool.seek(at + 9)
+        pool.write(bytes([payload[9] ^ 1]))
+    engine.wipe((4, 5, 6))
+    before = memory.read(5)
+    outcome = engine.ended(engine.submit(engine.load_job(admission, (4, 5, 6))))
+    assert (outcome.status, outcome.reason) == ("failed", "checksum")
+    assert memory.read(5) == before
+    for half in halves:
+        half.leave()
+    memory.close()
+
+
+def test_memory_is_closed_when_the_engine_leaves(sidecar: SidecarUnderTest, gpu: FakeGpu) -> None:
+    memory = GpuKvMemory(gpu)
+    engine, halves = engine_of(sidecar, memory, "leaves")
+    engine.put(PROMPT)
+    assert device_mappings(sidecar) == 1
+    for half in halves:
+        half.leave()
+    wait_until(lambda: device_mappings(sidecar) == 0, "the mapping of the engine's memory ends")
+    memory.close()
+
+
+def refusal_of(sidecar: SidecarUnderTest, memory: KvMemory) -> Refused:
+    half = RawHalf(sidecar.run_dir, 0, memory=memory)
+    pidfd = os.pidfd_open(os.getpid())
+    half.stream.send(half.hello(), [pidfd, *memory.fds()])
+    os.close(pidfd)
+    refused = half.stream.expect(Refused)
+    half.close()
+    return refused
+
+
+def test_memory_that_cannot_be_opened_is_refused_with_the_remedy(
+    sidecar: SidecarUnderTest, gpu: FakeGpu
+) -> None:
+    memory = GpuKvMemory(gpu)
+    gpu.free_all()  # the handle's memory is gone
+    refused = refusal_of(sidecar, memory)
+    assert refused.code == "cuda"
+    assert "MAP_FAILED" in refused.message
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"), [(GPU, "no CUDA driver here"), ((), "set copy.gpu = true")]
+)
+def test_a_sidecar_that_serves_no_gpu_says_why_and_serves_hosts(
+    gpu: FakeGpu, flags: tuple[str, ...], text: str
+) -> None:
+    memory = GpuKvMemory(gpu)
+    with running_sidecar(pool_bytes=64 << 20, flags=flags) as sidecar:
+        assert text in refusal_of(sidecar, memory).message
+        host = KvMemory()
+        engine, halves = engine_of(sidecar, host, "host")
+        engine.put(PROMPT)
+        assert engine.get(PROMPT) == 48
+        for half in halves:
+            half.leave()
+        host.close()
+    memory.close()

@@ -1,0 +1,152 @@
+"""A GPU made of host memory: fake_libcuda.c, built once per test process, and memory on it."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from kvferry_connector.cuda import Driver as EngineDriver
+from kvferry_connector.cuda import StreamWords
+from kvferry_connector.wire.attach import Memory
+from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET
+from kvferry_sidecar.engines.cuda_driver import CudaError
+from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
+from numpy.typing import NDArray
+from support.raw_half import KvMemory
+
+SOURCE = Path(__file__).with_name("fake_libcuda.c")
+
+
+@functools.cache
+def library() -> Path:
+    """Build the fake driver as libcuda.so.1 in a folder of its own and return its path."""
+    folder = Path(tempfile.mkdtemp(prefix="kvf-cuda-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "libcuda.so.1"
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", path, SOURCE], check=True)
+    return path
+
+
+class FakeGpu:
+    """The state of the fake driver in this process."""
+
+    def __init__(self) -> None:
+        self._fake = ctypes.CDLL(str(library()))
+        self._fake.fake_calls.restype = c_char_p
+        self._fake.fake_alloc.argtypes = (
+            ctypes.POINTER(c_uint64), c_size_t, c_int, c_int, c_uint64
+        )  # fmt: skip
+        self._fake.fake_pinned.argtypes = (c_uint64,)
+        self.forget()
+        self.fail("", 0)
+
+    def alloc(
+        self, total_bytes: int, device: int = 0, *, kind: str = "cudaMalloc", types: int = 0
+    ) -> int:
+        """Return the address of new device memory; only that of cudaMalloc has an IPC handle."""
+        address = c_uint64()
+        number = ("virtual", "cudaMalloc", "pool").index(kind)
+        assert self._fake.fake_alloc(byref(address), total_bytes, device, number, types) == 0
+        return int(address.value)
+
+    def fail(self, name: str, code: int, after: int = 0) -> None:
+        """Let a call fail from the ``after``-th on."""
+        self._fake.fake_fail(name.encode(), code, after)
+
+    def calls(self, name: str = "") -> list[str]:
+        """Return the calls so far, in order; all of them, or those of one name."""
+        return [call for call in self._fake.fake_calls().decode().split() if name in ("", call)]
+
+    def forget(self) -> None:
+        """Forget the calls so far."""
+        self._fake.fake_forget()
+
+    def pinned(self, address: int) -> bool:
+        """Whether host memory is registered."""
+        return bool(self._fake.fake_pinned(address))
+
+    def mapped(self) -> int:
+        """How many allocations of other processes are open here."""
+        return int(self._fake.fake_mapped())
+
+    def free_all(self) -> None:
+        """Free what was allocated here, and drop what was opened."""
+        self._fake.fake_free_all()
+
+
+def bytes_at(address: int, total_bytes: int) -> NDArray[np.uint8]:
+    """Return fake device memory as an array."""
+    memory = (ctypes.c_ubyte * total_bytes).from_address(address)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+class GpuEngineMemory:
+    """support.copying.EngineMemory on the fake GPU."""
+
+    def __init__(self, total_bytes: int, seed: int = 1) -> None:
+        address = FakeGpu().alloc(total_bytes)
+        self._memory = DeviceMemory(0, address, total_bytes)
+        self.view = bytes_at(address, total_bytes)
+        self.view[:] = np.random.default_rng(seed).integers(0, 256, total_bytes, dtype=np.uint8)
+
+    def layout(self, *arrays: NDArray[np.int64], blocks: int) -> CudaLayout:
+        """Return a layout over this memory."""
+        offsets, strides, lengths = arrays
+        return CudaLayout(self._memory, offsets, strides, lengths, blocks)
+
+
+class GpuKvMemory(KvMemory):
+    """One rank's KV memory on the fake GPU, exported and fenced by the connector's own code."""
+
+    def __init__(self, gpu: FakeGpu, blocks: int = 64, *, offset: int = 4096) -> None:
+        super().__init__(blocks)
+        driver = EngineDriver(str(library()))
+        address = gpu.alloc(offset + self.total_bytes) + offset
+        self.cuda = driver.export(address, 0)
+        self._pages.close()
+        self._device = bytes_at(address, self.total_bytes)
+        page = ctypes.addressof(ctypes.c_char.from_buffer(self._fence))
+        self._words = StreamWords(driver, page, lambda: 0)
+
+    def offered(self) -> list[Memory]:
+        return [Memory(0, self.total_bytes, "cuda", self.cuda)]
+
+    def fds(self) -> list[int]:
+        return [self.fence_fd]
+
+    def bound(self, step: int) -> None:
+        self._words.write(BOUND_STEP_OFFSET, step)
+
+    def done(self, step: int) -> None:
+        self._words.write(DONE_STEP_OFFSET, step)
+
+    def read(self, block: int) -> bytes:
+        starts = (self._start(layer, block) for layer in range(self.layers))
+        return b"".join(self._device[at : at + self.page_bytes].tobytes() for at in starts)
+
+    def write(self, block: int, data: bytes) -> None:
+        for layer in range(self.layers):
+            page = data[layer * self.page_bytes : (layer + 1) * self.page_bytes]
+            at = self._start(layer, block)
+            self._device[at : at + self.page_bytes] = np.frombuffer(page, dtype=np.uint8)
+
+    def close(self) -> None:
+        self._words.close()
+        self._pages = mmap.mmap(-1, 4096)
+        super().close()
+
+
+def no_device(memory: Memory, life: int) -> NoReturn:
+    """Stand for a sidecar without GPUs."""
+    raise CudaError("there is no GPU in this test")
