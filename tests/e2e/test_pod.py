@@ -51,7 +51,7 @@ VALUES = {
     "http": {"listen": f"127.0.0.1:{LISTEN}", "probesPort": PROBES},
     "model": "/models/llama",
     "pool": {"size": f"{POOL_MI}Mi"},
-    "engine": {"shmSize": "64Mi", "preStopSleepSeconds": 1},
+    "engine": {"shmSize": "256Mi", "preStopSleepSeconds": 1},
 }
 SITE = [path for path in sys.path if path.endswith("site-packages")]
 PYTHON = [(path, path) for path in dict.fromkeys([sys.base_prefix, sys.prefix, *SITE])]
@@ -156,6 +156,9 @@ def test_the_pod_from_start_to_stop(pod: Pod, tmp_path: Path) -> None:
             modules = engine.inspect("kvferry_connector", "kvferry_sidecar").modules
             assert modules["kvferry_connector"].startswith(CONNECTOR)
             assert modules["kvferry_sidecar"] == ""
+            # What the notes of an install tell an operator to run.
+            examined = pod.exec("kvferry", [*KVFERRY, "doctor"])
+            assert examined.returncode in (ExitCode.OK, ExitCode.WARNED), examined.stdout
             assert pod.probe("kvferry", "readinessProbe")
             assert pod.probe("kvferry", "livenessProbe")
             warm = engine.run(first)
@@ -246,7 +249,6 @@ def test_the_pod_with_vllm_s_own_server(tmp_path: Path) -> None:
         **VALUES["engine"],
         "port": port,
         "cpuKvCacheGiB": 1,
-        "shmSize": "512Mi",  # vLLM asks for 160 MiB before it starts
         "command": [sys.executable, "-S", "-c", SERVE, "serve"],
         "extraArgs": TINY,
     }

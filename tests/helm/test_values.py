@@ -110,6 +110,7 @@ def test_a_claim_of_a_pod_cannot_serve_a_daemonset():
         ("engine.resources.limits.memory", "6Gi", "engine.resources.limits.memory is 6144Mi"),
         ("engine.resources.requests.memory", "32Gi", "requests.memory is above"),
         ("engine.shmSize", "14Gi", "may take 18432Mi"),
+        ("engine.shmSize", "64Mi", "raise it to at least 256Mi"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_sum(path, value, words):

@@ -75,7 +75,11 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run the RUN lines of the image's build stage here; return what would be /opt/venv."""
     folder = tmp_path_factory.mktemp("image")
     copy_sources(folder / "src")
-    build = [one for one in read_dockerfile(ROOT / "images" / "Dockerfile") if one.stage == "build"]
+    recipe = read_dockerfile(ROOT / "images" / "Dockerfile")
+    # What the page's stage makes is copied to where it lies here already.
+    for line in (one.rest for one in recipe if one.stage == "page" and one.word == "RUN"):
+        run(["bash", "-euc", line], folder / "src" / "ui")
+    build = [one for one in recipe if one.stage == "build"]
     lines = [one.rest for one in build if one.word == "RUN" and "apt-get" not in one.rest]
     assert lines
     arguments = dict(one.rest.split("=", 1) for one in build if one.word == "ARG")
@@ -109,6 +113,13 @@ def test_the_image_holds_exactly_what_is_listed(image: Path) -> None:
     installed = {f"{one.name}=={one.version}  # {license_of(one)}" for one in packages}
     lines = (ROOT / "images" / "constraints.txt").read_text().splitlines()
     assert {line for line in lines if "==" in line} == installed
+
+
+def test_the_image_has_the_page(image: Path) -> None:
+    (site,) = image.glob("lib/python*/site-packages")
+    page = site / "kvferry_sidecar" / "observe" / "http" / "page"
+    assert (page / "index.html").is_file()
+    assert not list(site.rglob("node_modules"))
 
 
 def test_the_image_serves(image: Path, tmp_path: Path) -> None:

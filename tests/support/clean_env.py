@@ -16,13 +16,14 @@ BUILD_INPUTS = (
     "sidecar",
     "native",
     "demo",
+    "ui",
     "images/constraints.txt",
     "CMakeLists.txt",
     "pyproject.toml",
     "README.md",
     "LICENSE",
 )
-_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", "node_modules", "page")
 
 
 def run(command: Sequence[str], cwd: Path, *, environment: Mapping[str, str] | None = None) -> str:

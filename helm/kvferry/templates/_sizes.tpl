@@ -40,6 +40,9 @@
 {{- $engineShm := add 1024 (mul 2048 (include "kvferry.ranks" . | int64)) -}}
 {{- with .Values.engine.shmSize -}}
 {{- $engineShm = include "kvferry.mebibytes" (dict "key" "engine.shmSize" "value" .) | int64 -}}
+{{- if lt $engineShm 256 -}}
+{{- fail (printf "engine.shmSize is %dMi, and vLLM asks for 160Mi before it starts: raise it to at least 256Mi, or leave it empty" $engineShm) -}}
+{{- end -}}
 {{- end -}}
 {{- $engineMin := $engineShm -}}
 {{- if eq .Values.gpu.access "none" -}}
