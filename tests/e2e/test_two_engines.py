@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from kvferry_demo import protocol
@@ -294,6 +295,30 @@ def test_sidecar_killed_while_loading(
     sidecar.restart()
     for engine, epoch in zip((writer, reader), epochs, strict=True):
         engine.wait_attached(beyond_epoch=epoch)
+
+
+def test_an_engine_killed_while_it_loads(
+    sidecar: SidecarUnderTest, writer: EngineUnderTest, reader: EngineUnderTest, texts: Texts
+) -> None:
+    """Everything of it is reclaimed, and the others go on."""
+    tokens = texts.take(5000)
+    cold = writer.run(tokens)
+    with running_engine(sidecar.run_dir) as victim:
+        assert len(sidecar.status()["sessions"]) == 3
+        request = ask(tokens)
+        victim.start(request)
+        victim.step_until_status(request.request, LOADING)
+        victim.kill()
+        status = wait_until(lambda: _without_a_session(sidecar), "its session is gone")
+        assert all(session["ready"] for session in status["sessions"])
+        sidecar.wait_idle()
+    warm = reader.run(tokens)
+    assert (warm.hit_tokens, warm.output) == (hit_of(tokens), cold.output)
+
+
+def _without_a_session(sidecar: SidecarUnderTest) -> dict[str, Any] | None:
+    status = sidecar.status()
+    return status if len(status["sessions"]) == 2 else None
 
 
 def test_reset_prefix_cache(writer: EngineUnderTest, reader: EngineUnderTest, texts: Texts) -> None:

@@ -27,7 +27,6 @@ PROBES = {
     "a foreign or stale frame came up",
     "a half with jobs open attached again and kept its generation",
     "a hit without blocks",
-    "a load read what another one found damaged",
     "a rank asked for a job that is running",
     "a rank asked for a job that is unknown",
     "aborted while it loads",

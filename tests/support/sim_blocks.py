@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from support.pipeline_bed import BLOCK, HASH_BYTES, chain
 
 CHUNKS_MAX = 8  # of any request
-PROMPTS = 3  # that requests are made of
+PROMPTS = 2  # that requests are made of
 
 
 @functools.cache

@@ -60,7 +60,7 @@ class World:
         self._epochs = self._inodes = self._instances = 0
         self._start_s = 0.0  # when the next sidecar starts
         self._pending: dict[str, float] = {}  # when the next life of an engine starts
-        self._reported: set[tuple[int, int, int]] = set()
+        self._reported: set[tuple[bytes, int, int]] = set()
         self.checks = SimChecks(self)
         self.loaded = self.loads_failed = 0
         self._start_sidecar()
@@ -222,7 +222,7 @@ class World:
                 sidecar.stopped_until_s = self.now_s + self.rng.uniform(0, 1.0)
             case "sidecar drained" if sidecar is not None:
                 sidecar.pipeline.drain(self.now_s)
-                sidecar.drain_until_s = self.now_s + 0.4  # its supervisor's patience
+                sidecar.drain_until_s = self.now_s + 0.25  # its supervisor's patience
             case "engine killed":
                 self.kill_engine(engine.shape.name)
             case "rank killed":
@@ -244,12 +244,19 @@ class World:
             case "corrupted":
                 if not self.memory:
                     return
-                offset = self.rng.choice(list(self.memory))
+                offset = self.rng.choice(self._leased() or list(self.memory))
                 self.memory[offset] += 10**20
                 self.corrupted.add(offset)
             case "clock jumped":
                 self.now_s += self.rng.uniform(0, 0.6)
         self.faults[name] += 1
+
+    def _leased(self) -> list[int]:
+        """Where the bytes are that somebody was promised."""
+        if not isinstance(self.pool, FakePool):
+            return []
+        slots = {entry.slot for entry in self.pool._entries.values() if entry.leases}
+        return [offset for offset in self.memory if offset // self.pool.slab_bytes in slots]
 
     # --- the end of a run -------------------------------------------------------------------
 
@@ -296,7 +303,7 @@ class World:
 
     def reported(self, engine: SimEngine, rank: int, job: int, end: Report) -> None:
         """A worker half tells the scheduler half of the end of a job."""
-        key = (id(engine.life), rank, job)
+        key = (engine.life, rank, job)
         assert key not in self._reported, f"rank {rank} reports job {job} twice"
         self._reported.add(key)
         self.saw(f"report {end.status}/{end.reason}")
