@@ -83,6 +83,7 @@ def status(
 kvferry.add_command(geometry)
 kvferry.add_command(operate.explain)
 kvferry.add_command(operate.act)
+kvferry.add_command(operate.top)
 kvferry.add_command(operate.faults)
 
 

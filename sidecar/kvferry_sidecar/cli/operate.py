@@ -37,6 +37,17 @@ def explain(
 @click.command()
 @options.config_file
 @options.setting_flags("run_dir")
+@click.option("--interval", default=1.0, type=click.FloatRange(0.1, 60.0), help="Seconds.")
+def top(file: Path | None, assignments: tuple[str, ...], interval: float, **values: object) -> int:
+    """Show the sidecar at a glance, again and again; q quits."""
+    from kvferry_sidecar.cli import top as screens  # noqa: PLC0415 - rich, for this command only
+
+    return screens.run(options.load(file, values, assignments).config.run_dir, interval)
+
+
+@click.command()
+@options.config_file
+@options.setting_flags("run_dir")
 @click.option("--dry-run", is_flag=True, help="Only say what it would do.")
 @click.argument("action")
 @click.argument("parameters", nargs=-1, metavar="[NAME=VALUE]...")
