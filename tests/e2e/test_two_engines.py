@@ -21,6 +21,7 @@ from support.engine import (
     hit_of,
     running_engine,
 )
+from support.http import Http
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
 
@@ -87,6 +88,26 @@ def test_what_one_saved_the_other_loads(
     assert cold.hit_tokens == 0
     assert warm.hit_tokens == hit_of(tokens)
     assert warm.output == cold.output
+
+
+def test_both_requests_are_explained(
+    sidecar: SidecarUnderTest, writer: EngineUnderTest, reader: EngineUnderTest, texts: Texts
+) -> None:
+    tokens = texts.take(1000)
+    writer.generate(ask(tokens, name="explained-cold"))
+    writer.settle()
+    reader.generate(ask(tokens, name="explained-warm"))
+    reader.settle()
+    api = Http(sidecar.run_dir / "http.sock")
+    hit = f"{hit_of(tokens):,}"
+    stories = {
+        "explained-cold": ["No hit: the next chunk of the prefix is in no tier", "Saved "],
+        "explained-warm": [f"Hit {hit} tokens ({hit} from host). Loaded {hit} tokens."],
+    }
+    for name, sentences in stories.items():
+        (told,) = api.get(f"/api/v1/requests/{name}").json()
+        assert all(sentence in told["verdict"] for sentence in sentences), told
+        assert [event["what"] for event in told["timeline"]][:2] == ["hashes", "hint"]
 
 
 def test_a_hit_is_continued_over_several_steps(
