@@ -288,6 +288,17 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Forget the request; its blocks may be freed at once."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
+    @_guarded(lambda _self, _request, _block_ids, _states: False)
+    def register_finished_partial_tail(
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 - pins hold what is read
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Save the states that the engine names as the request ends; its blocks may be freed."""
+        self._scheduler.finished_tail(request, partial_tail_offloads)
+        return False
+
     # --- scheduler: one step -----------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> FerryMetadata:

@@ -18,6 +18,7 @@ from kvferry_connector.wire.codec import encode_job
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from kvferry_connector.events import KvEvents
@@ -89,11 +90,17 @@ class Saver:
                 self._plan(tracked, elapsed + self._save(tracked, tokens, step))
 
     def hand_over(
-        self, tracked: Tracked, states: Iterable[tuple[int, int, int]], step: int, version: bytes
+        self,
+        tracked: Tracked,
+        states: Iterable[tuple[int, int, int]],
+        tokens: int,
+        step: int,
+        version: bytes,
     ) -> None:
         """Order saves of states: (group, block, tokens it is the state after) once ``step`` ran.
 
-        A state past the prefill is not final: drafts may be rejected.
+        ``tokens`` are scheduled in the step. A state past the prefill is not final: drafts may be
+        rejected. Where hits may end inside a block, attention is saved up to the state with it.
         """
         link, admission = self._link(), tracked.admission
         if link is None or admission.version != version:
@@ -105,22 +112,47 @@ class Saver:
             for group, block, end in states
             if group in link.state_groups and 0 < end <= last and end != admission.stored_tokens
         ]
-        if len(hand_offs) > self._jobs.room:
+        if not hand_offs:
+            return
+        ends = [state.end_tokens for state in hand_offs]
+        start = end = max(ends)
+        slices: list[hot.TableSlice] = []
+        ids: list[int] = []
+        if self._align_tokens < self._unit_tokens:
+            start = end // self._unit_tokens * self._unit_tokens  # before it whole units are saved
+            reach = min(self._known(tracked, tokens), hashed, end + self._unit_tokens)
+            end = max(end, reach // self._hash_tokens * self._hash_tokens)
+            table = self._table(tracked)
+            slices, ids = cut_tables(table, self._block_tokens, link.stored_groups, start, end)
+        blocks = [*filter(None, ids), *(state.block for state in hand_offs)]
+        if len(blocks) > self._jobs.room:
             self._count("pinned_blocks_max")
-        elif hand_offs:
-            ends = [state.end_tokens for state in hand_offs]
-            blocks = [state.block for state in hand_offs]
-            first = min(ends) // self._hash_tokens - 1
-            span = (max(ends), max(ends), first)
-            self._order(tracked, span, blocks, link, step, hand_offs=hand_offs)
+            return
+        span = (start, end, min(*ends, start + self._hash_tokens) // self._hash_tokens - 1)
+        self._order(
+            tracked, span, blocks, link, step, slices=slices, ids=ids, hand_offs=hand_offs,
+            tail_tokens=max(ends) if slices else 0,
+        )  # fmt: skip
+
+    def _known(self, tracked: Tracked, tokens: int) -> int:
+        """Return how far the KV is final once ``tokens`` more are computed.
+
+        Positions of drafts and of tokens not sampled yet lie at or above ``num_tokens``; below it
+        every position has been computed by this step or an earlier one.
+        """
+        request = tracked.request
+        known = min(request.num_computed_tokens + tokens, request.num_tokens)
+        return known - self._unsettled_tokens
+
+    def _table(self, tracked: Tracked) -> Sequence[Sequence[KVCacheBlock]]:
+        # The manager's own table: block state's get_block_ids would copy all of it for one chunk.
+        name = tracked.request.request_id
+        return self.manager.get_blocks(name).blocks if self.manager else ()
 
     def _save(self, tracked: Tracked, tokens: int, step: int) -> int:
         """Order what can be saved of one request; returns the tokens until there may be more."""
         request, unit = tracked.request, self._unit_tokens
-        # Positions of drafts and of tokens not sampled yet lie at or above ``num_tokens``; below
-        # it every position has been computed by this step or an earlier one.
-        known = min(request.num_computed_tokens + tokens, request.num_tokens)
-        known -= self._unsettled_tokens
+        known = self._known(tracked, tokens)
         hashed = len(request.block_hashes) * self._hash_tokens
         start, end = tracked.saved_tokens, min(known, hashed) // unit * unit
         if end > start:
@@ -162,9 +194,7 @@ class Saver:
         self, tracked: Tracked, start: int, end: int, link: Link
     ) -> tuple[list[hot.TableSlice], list[int]]:
         """Return slices and block ids of the span; 0 for what is not kept, or is no more."""
-        # The manager's own table: block state's get_block_ids would copy all of it for one chunk.
-        name = tracked.request.request_id
-        table = self.manager.get_blocks(name).blocks if self.manager else ()
+        table = self._table(tracked)
         whole = [group for group in link.stored_groups if group not in link.tails]
         slices, ids = cut_tables(table, self._block_tokens, whole, start, end)
         for group, tail in link.tails.items():
@@ -192,7 +222,7 @@ class Saver:
     def _order(
         self, tracked: Tracked, span: tuple[int, int, int], blocks: list[int], link: Link,
         step: int, *, slices: Sequence[hot.TableSlice] = (), ids: Sequence[int] = (),
-        hand_offs: Sequence[hot.HandOff] = (),
+        hand_offs: Sequence[hot.HandOff] = (), tail_tokens: int = 0,
     ) -> None:  # fmt: skip
         """Pin ``blocks`` for a job over ``span``: its start, its end, and its first hash."""
         request, (start, end, first) = tracked.request, span
@@ -215,6 +245,7 @@ class Saver:
             hash_bytes=len(hashes[0]),
             tables=list(slices),
             hand_offs=list(hand_offs),
+            tail_tokens=tail_tokens,
             prefill_tokens=tracked.prefill_tokens,
             junction_tokens=request.shared_prefix_boundary,
         )

@@ -285,6 +285,13 @@ class SchedulerHalf:
         if admission.phase is Phase.LOADING and admission.job in self._jobs:
             self._lookup.cancel(admission.job)
 
+    def finished_tail(self, request: Request, states: list[tuple[int, int, int]]) -> None:
+        """The request ends where a resend finds its last state: pin it before it is freed."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None:
+            self._saver.hand_over(tracked, states, 0, self._step + 1, self._version)
+            self._progress()
+
     def loaded_groups(self, request: Request) -> tuple[int, ...]:
         """Return the groups whose every destination block the load writes; stable over retries."""
         tracked = self._requests.get(request.request_id)
@@ -314,7 +321,8 @@ class SchedulerHalf:
         if block_state is not None and block_state.boundary_state_offloads:
             for request_id, states in block_state.boundary_state_offloads.items():
                 if (tracked := self._requests.get(request_id)) is not None:
-                    self._saver.hand_over(tracked, states, self._step, self._version)
+                    tokens = output.num_scheduled_tokens.get(request_id, 0)
+                    self._saver.hand_over(tracked, states, tokens, self._step, self._version)
         if self._pace.step(output.total_num_scheduled_tokens, time.perf_counter()):
             self._lookup.tell_pace(self._pace.token_ns)
         if output.total_num_scheduled_tokens:

@@ -22,7 +22,10 @@ MODELS: list[Sequence[Any]] = [
     [full(16), mamba(16)],
     [full(16), mamba(16, scratch=2), swa(16, 40)],
     [full(32), mamba(32, scratch=1)],
+    [full(16), mamba(64)],  # this and the next with hits inside a block
+    [full(32), swa(16, 40), mamba(64, scratch=2)],
 ]
+MATCH_UNIT = 16
 CORPUS = [list(range(base, base + 260)) for base in (10, 300)]
 
 
@@ -53,7 +56,7 @@ def _disturb(engine: SchedulerUnderTest, rng: random.Random) -> None:
     node.load_steps, node.save_steps = rng.randint(0, 6), rng.randint(0, 12)
 
 
-@pytest.mark.parametrize("seed", range(36))
+@pytest.mark.parametrize("seed", range(44))
 def test_random_lives(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     specs, asynchronous = MODELS[seed % len(MODELS)], rng.random() < 0.4
@@ -61,6 +64,7 @@ def test_random_lives(tmp_path: Path, seed: int) -> None:
     engine = SchedulerUnderTest(
         tmp_path,
         specs=specs,
+        match_unit=MATCH_UNIT if specs in MODELS[-2:] else None,
         drafts=2 if drafted else 0,
         retention=rng.choice([0, 0, None]),
         num_blocks=rng.choice([40, 80]),

@@ -151,8 +151,9 @@ def partial_tails(case: Case, rng: random.Random) -> None:
             puts[case.stored[put.group_id]].append((put.block_id - 1, put.num_tokens))
     for i in case.stored:
         ours = objects.partial_tail(
-            rules, i, prefill_tokens=prefill, computed_tokens=computed, hashed_tokens=hashed
-        )
+            rules, i, boundary=objects.prompt_boundary(rules, prefill),
+            computed_tokens=computed, hashed_tokens=hashed,
+        )  # fmt: skip
         assert list(zip(ours.chunks.tolist(), ours.ends.tolist(), strict=True)) == puts[i], i
 
 

@@ -107,6 +107,7 @@ def make_engine(
     save_rule: str = "all",
     kinds: Sequence[dict[str, Any]] = (),
     retention: int | None = 0,
+    alignment: int = 0,
 ) -> Engine:
     """``kinds``: fields of each group's RankGroup; without them, ``groups`` of full attention."""
     kinds = kinds or [{"save_rule": save_rule}] * groups
@@ -118,7 +119,7 @@ def make_engine(
         version=NO_VERSION,
         ranks=tuple(range(ranks)),
         scheduler_block_tokens=step,
-        alignment_tokens=step,
+        alignment_tokens=alignment or step,
         retention_tokens=retention,
         ready=True,
         namespaces={NO_VERSION: b"n" * 16},

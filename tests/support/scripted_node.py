@@ -22,6 +22,7 @@ from kvferry_connector.wire import codec, hot
 from kvferry_connector.wire.attach import RegisterEngine
 from kvferry_sidecar.masks.expand import Blocks, expand_load
 from kvferry_sidecar.masks.load import needed_chunks
+from kvferry_sidecar.masks.objects import partial_tail
 from kvferry_sidecar.masks.rules import Refused, Rules, check
 from kvferry_sidecar.masks.search import find_hit
 from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
@@ -51,6 +52,7 @@ class Running:
     steps_left: int
     rotation: int
     cancelled: bool = False
+    known: Known | None = None
 
 
 @dataclass
@@ -221,7 +223,9 @@ class ScriptedNode:
             steps = self.load_steps if isinstance(job, hot.LoadJob) else self.save_steps
             if isinstance(job, hot.LoadJob):
                 assert self.known[job.admission].leased_tokens >= job.total_tokens
-            self.running.append(Running(order, job, list(order.frames), steps, meta.rotation))
+            known = self.known.get(job.admission)  # a job outlives what is known of its request
+            running = Running(order, job, list(order.frames), steps, meta.rotation, known=known)
+            self.running.append(running)
         for running in list(self.running):
             running.steps_left -= 1
             if running.steps_left < 0 or running.cancelled:
@@ -257,10 +261,11 @@ class ScriptedNode:
             hashes = [raw[at : at + size] for at in range(0, len(raw), size)]
             self._save(job, tables, dict(enumerate(hashes, start=job.first_hash)))
             return "done", 0
-        bad = self._load(job, tables, self.known[job.admission].hashes)
+        assert running.known is not None
+        bad = self._load(job, tables, running.known.hashes)
         if bad:
             self.store -= bad
-            return "failed", self._hit(self.known[job.admission], job.total_tokens - 1)
+            return "failed", self._hit(running.known, job.total_tokens - 1)
         return "failed" if self.load_fails else "done", 0
 
     def _save(
@@ -281,6 +286,13 @@ class ScriptedNode:
                 boundaries=boundaries,
             ).tolist()  # fmt: skip
             ends = {chunk: (chunk + 1) * group.block_tokens for chunk in kept}
+            tail = partial_tail(
+                self.rules, group.group, boundary=job.tail_tokens, computed_tokens=job.end_tokens,
+                hashed_tokens=job.end_tokens,
+            )  # fmt: skip
+            for chunk, end in zip(tail.chunks.tolist(), tail.ends.tolist(), strict=True):
+                if end % group.block_tokens:
+                    ends[chunk] = end
             for chunk, end in ends.items():
                 name = hashes[self._number(end)]
                 assert slots[chunk] or group.save_rule != "all", "full attention has every block"

@@ -24,6 +24,7 @@ JOBS: list[hot.Job] = [
         hand_offs=[hot.HandOff(1, 9, 640)],
         prefill_tokens=700,
         junction_tokens=256,
+        tail_tokens=576,
     ),
 ]
 

@@ -61,6 +61,8 @@ class SaveJob(msgspec.Struct, frozen=True, array_like=True, tag="S"):
     A table holds 0 where the engine has no block any more (sliding windows) or keeps none.
     ``prefill_tokens``: what this admission's prefill computes; a resend resumes below its end.
     ``junction_tokens``: where the request left a prefix it shares with another one, or 0.
+    ``tail_tokens``: a boundary inside a block at which a request can resume, or 0: attention is
+    kept up to there too.
     """
 
     job: int
@@ -77,6 +79,7 @@ class SaveJob(msgspec.Struct, frozen=True, array_like=True, tag="S"):
     hand_offs: list[HandOff] = []
     prefill_tokens: int = 0
     junction_tokens: int = 0
+    tail_tokens: int = 0
 
 
 Job = LoadJob | SaveJob

@@ -38,20 +38,36 @@ def needed_objects(
 
     ``present`` is this group's array (see `presence`).
     """
-    rule, unit = rules.groups[group], rules.unit(group)
-    chunks = needed_chunks(rule, local_tokens=local_tokens, total_tokens=total_tokens)
-    ends = (chunks + 1) * rule.block
+    objects = wanted_objects(
+        rules, group, present, total_tokens=total_tokens, local_tokens=local_tokens
+    )
+    rule, unit, chunks, ends = rules.groups[group], rules.unit(group), objects.chunks, objects.ends
     if not len(ends):
-        return Objects(chunks, ends)
-    if ends[-1] > total_tokens:
-        ends[-1] = _tail_end(rules, group, present, total_tokens)
+        return objects
     last = int(ends[-1]) // unit - 1
     if not 0 <= last < len(present) or not present[last]:
         return None
     step = rule.block // unit  # of the whole chunks before it
     first = (int(chunks[0]) + 1) * step - 1
     whole = present[first : first + (len(chunks) - 1) * step : step]
-    return Objects(chunks, ends) if whole.all() else None
+    return objects if whole.all() else None
+
+
+def wanted_objects(
+    rules: Rules,
+    group: int,
+    present: NDArray[np.bool_],
+    *,
+    total_tokens: int,
+    local_tokens: int = 0,
+) -> Objects:
+    """Return what a hit of ``total_tokens`` would read, stored or not; end 0 for an absent tail."""
+    rule = rules.groups[group]
+    chunks = needed_chunks(rule, local_tokens=local_tokens, total_tokens=total_tokens)
+    ends = (chunks + 1) * rule.block
+    if len(ends) and ends[-1] > total_tokens:
+        ends[-1] = _tail_end(rules, group, present, total_tokens)
+    return Objects(chunks, ends)
 
 
 def _tail_end(rules: Rules, group: int, present: NDArray[np.bool_], total_tokens: int) -> int:
@@ -86,19 +102,19 @@ def prompt_boundary(rules: Rules, prefill_tokens: int) -> int:
 
 
 def partial_tail(
-    rules: Rules, group: int, *, prefill_tokens: int, computed_tokens: int, hashed_tokens: int
+    rules: Rules, group: int, *, boundary: int, computed_tokens: int, hashed_tokens: int
 ) -> Objects:
-    """Return what a prompt's partial tail saves of an attention group, beside whole chunks.
+    """Return what a tail that ends at a hash boundary saves of an attention group.
 
-    The chunks from the last multiple of S up to the prompt's boundary and EAGLE's margin, each
-    keyed at its end within them. Nothing without partial hits, before all of it is computed and
-    hashed, or for a Mamba group: its state comes by hand-off.
+    The chunks from the last multiple of S up to the boundary and EAGLE's margin, each keyed at its
+    end within them. Nothing without partial hits, before all of it is computed and hashed, or for
+    a Mamba group: its state comes by hand-off.
     """
     rule = rules.groups[group]
-    boundary = prompt_boundary(rules, prefill_tokens)
     end = boundary + (rules.eagle_margin(group) if rules.eagle_by_group[group] else 0)
-    due = rules.partial and rule.stored and rule.kind is not Kind.MAMBA
-    if not due or not boundary or end > computed_tokens or end > hashed_tokens:
+    named = boundary > 0 and boundary % rules.hash_block == 0
+    due = rules.partial and rule.stored and rule.kind is not Kind.MAMBA and named
+    if not due or end > computed_tokens or end > hashed_tokens:
         return Objects(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     start = boundary // rules.scheduler_block * rules.scheduler_block
     chunks = np.arange(start // rule.block, -(-end // rule.block), dtype=np.int64)

@@ -55,6 +55,7 @@ def rules_of(shared: Shared, geometry: RankGeometry) -> Rules:
         hash_block=geometry.hash_block_tokens,
         scheduler_block=max(1, shared.scheduler_block_tokens),
         alignment=max(1, shared.alignment_tokens),
+        partial=shared.alignment_tokens < shared.scheduler_block_tokens,
         retention=shared.retention_tokens if sparse else 0,
         use_eagle=shared.use_eagle,
         reprefill=shared.reprefill_tokens,

@@ -1,6 +1,7 @@
 """What is known of one admission's objects in slower tiers: pure bookkeeping, no calls.
 
-Chunks are counted per stored group, in the order of the admission's keys. ``where`` says which
+Chunks are counted per stored group, in the order of the admission's keys (one per unit: see
+GroupShape). ``where`` says which
 tier has a chunk that the pool lacks; ``came`` remembers what was brought, for the answer's
 sources.
 """
@@ -16,7 +17,7 @@ import numpy as np
 from kvferry_connector.wire.hot import Ask
 from numpy.typing import NDArray
 
-from kvferry_sidecar.masks.load import needed_chunks
+from kvferry_sidecar.masks.objects import wanted_objects
 from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.masks.search import find_hit
 from kvferry_sidecar.plan.shards import StripeShape
@@ -114,10 +115,15 @@ def missing(look: Look, pool: HostTier) -> list[NDArray[np.int64]]:
 
 def reach(look: Look, pool: HostTier, max_tokens: int) -> int:
     """Return how far the prefix goes over all tiers, in tokens."""
+    present = _anywhere(look, pool)
+    return find_hit(look.shape.rules, present, max_tokens=max(0, max_tokens)).tokens
+
+
+def _anywhere(look: Look, pool: HostTier) -> list[NDArray[np.bool_]]:
     present = [np.zeros(0, np.bool_)] * len(look.shape.rules.groups)
     for group, where, keys in zip(look.groups, look.where, look.admission.keys, strict=True):
         present[group.group] = (where != _NOWHERE) | pool.present(keys)
-    return find_hit(look.shape.rules, present, max_tokens=max(0, max_tokens)).tokens
+    return present
 
 
 def plan(look: Look, pool: HostTier) -> None:
@@ -126,35 +132,40 @@ def plan(look: Look, pool: HostTier) -> None:
     if look.span is None:
         return
     local, most = look.span
-    total = reach(look, pool, most)
+    present = _anywhere(look, pool)
+    total = find_hit(look.shape.rules, present, max_tokens=max(0, most)).tokens
     if total <= local:
         return
     wanted: list[tuple[int, Chunk]] = []
     for index, group in enumerate(look.groups):
         keys = look.admission.keys[index]
-        chunks = _needed(look.shape.rules, group.group, local, total)
-        chunks = chunks[chunks < len(keys)]
-        absent = chunks[~pool.present(np.ascontiguousarray(keys[chunks]))]
+        rows = _needed(look.shape.rules, group, present[group.group], (local, total))
+        rows = rows[rows < len(keys)]
+        absent = rows[~pool.present(np.ascontiguousarray(keys[rows]))]
         wanted += [
-            ((chunk + 1) * group.block_tokens, Chunk(index, chunk))
-            for chunk in absent.tolist()
-            if look.where[index][chunk] != _NOWHERE
+            ((row + 1) * group.unit_tokens, Chunk(index, row))
+            for row in absent.tolist()
+            if look.where[index][row] != _NOWHERE
         ]
     wanted.sort()
     look.queue.extend(at for _, at in wanted if look.key_of(at) not in look.open)
 
 
-def _needed(rules: Rules, group: int, local: int, total: int) -> NDArray[np.int64]:
-    """Return the chunks without which the pool's own hit would be shorter than ``total``.
+def _needed(
+    rules: Rules, shape: GroupShape, present: NDArray[np.bool_], span: tuple[int, int]
+) -> NDArray[np.int64]:
+    """Return the rows without which the pool's own hit would be shorter than the span's end.
 
     They are those of the load, and with EAGLE what it looks at past the hit.
     """
-    rule = rules.groups[group]
-    chunks = needed_chunks(rule, local_tokens=local, total_tokens=total)
-    if group not in rules.eagle_ids:
-        return chunks
-    past = total + rules.eagle_margin(group)
-    return np.union1d(chunks, needed_chunks(rule, local_tokens=local, total_tokens=past))
+    group, (local, total) = shape.group, span
+    wanted = wanted_objects(rules, group, present, local_tokens=local, total_tokens=total).ends
+    if group in rules.eagle_ids:
+        past = total + rules.eagle_margin(group)
+        above = wanted_objects(rules, group, present, local_tokens=local, total_tokens=past).ends
+        wanted = np.union1d(wanted, above)
+    rows: NDArray[np.int64] = wanted[wanted > 0] // shape.unit_tokens - 1
+    return rows
 
 
 def sources(look: Look, local_tokens: int, total_tokens: int) -> dict[str, int]:
@@ -162,7 +173,7 @@ def sources(look: Look, local_tokens: int, total_tokens: int) -> dict[str, int]:
     unit = look.shape.hash_block_tokens
     slowest = np.zeros(total_tokens // unit, np.int8)
     for group, came in zip(look.groups, look.came, strict=True):
-        spread = np.repeat(came, group.block_tokens // unit)[: len(slowest)]
+        spread = np.repeat(came, group.hashes_per_unit)[: len(slowest)]
         np.maximum(slowest[: len(spread)], spread, out=slowest[: len(spread)])
     counts = np.bincount(slowest[local_tokens // unit :], minlength=len(_SOURCES))
     named = {name: int(n) * unit for name, n in zip(_SOURCES, counts, strict=True) if n}

@@ -12,7 +12,7 @@ from kvferry_connector.wire.names import DONE_STEP_OFFSET
 from numpy.typing import NDArray
 
 from kvferry_sidecar.engines.base import CopyStatus, Direction
-from kvferry_sidecar.masks.objects import handed_over
+from kvferry_sidecar.masks.objects import handed_over, partial_tail
 from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
@@ -254,12 +254,22 @@ def _plan_group(
         tokens=job.end_tokens,
         boundaries=kept_boundaries(rules, job.prefill_tokens, job.junction_tokens),
     )
+    ends = (chunks + 1) * shaped.block_tokens
+    tail = partial_tail(
+        rules,
+        shaped.group,
+        boundary=job.tail_tokens,
+        computed_tokens=job.end_tokens,
+        hashed_tokens=job.end_tokens,
+    )
+    inside = tail.ends % shaped.block_tokens != 0  # the last one, if any: the others are whole
+    chunks, ends = np.append(chunks, tail.chunks[inside]), np.append(ends, tail.ends[inside])
     if shaped.save_rule != "all":  # what left the window is gone, and no fault
-        chunks = held_chunks(tables, shaped.group, chunks)
+        held = np.isin(chunks, held_chunks(tables, shaped.group, chunks))
+        chunks, ends = chunks[held], ends[held]
     blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
     if isinstance(blocks, Fault):
         return Decline(Reason.TABLES, blocks.text)
-    ends = (chunks + 1) * shaped.block_tokens
     return _keyed(rules, shaped, namespace, job, (ends, blocks, hashes))
 
 

@@ -42,7 +42,11 @@ class SessionShape:
     def __post_init__(self) -> None:
         """Work out once what every lookup asks for."""
         stored = tuple(group for group in self.groups if group.save_rule != "none")
-        whole = tuple(i for i, group in enumerate(stored) if group.kind in FULL_FAMILY)
+        whole = tuple(
+            i
+            for i, group in enumerate(stored)
+            if group.kind in FULL_FAMILY and group.unit_tokens == group.block_tokens
+        )
         object.__setattr__(self, "_stored", stored)
         object.__setattr__(self, "_whole", whole)
 
@@ -61,7 +65,7 @@ class SessionShape:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Places among the stored groups of those whose every chunk a hit needs."""
+        """Places among the stored groups of those whose every unit a hit needs."""
         return self._whole
 
 

@@ -151,12 +151,12 @@ def test_attention_tails_serve_earlier_boundaries_and_states_do_not():
 
 
 def test_a_prompt_saves_its_tail_at_the_last_hash_boundary():
-    tail = partial_tail(FINE, 0, prefill_tokens=47, computed_tokens=47, hashed_tokens=44)
+    tail = partial_tail(FINE, 0, boundary=44, computed_tokens=47, hashed_tokens=44)
     assert (tail.chunks.tolist(), tail.ends.tolist()) == ([2], [44])
-    early = partial_tail(FINE, 0, prefill_tokens=47, computed_tokens=43, hashed_tokens=44)
+    early = partial_tail(FINE, 0, boundary=44, computed_tokens=43, hashed_tokens=44)
     assert early.chunks.tolist() == []
     coarse = replace(FINE, partial=False)
-    none = partial_tail(coarse, 0, prefill_tokens=47, computed_tokens=47, hashed_tokens=44)
+    none = partial_tail(coarse, 0, boundary=44, computed_tokens=47, hashed_tokens=44)
     assert none.chunks.tolist() == []
 
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from kvferry_connector.wire.hot import HandOff, Outcome, OutcomeAck, Release, SaveJob
+from kvferry_connector.wire.hot import (
+    HandOff,
+    Outcome,
+    OutcomeAck,
+    Release,
+    SaveJob,
+    TableSlice,
+)
 from kvferry_sidecar.masks.load import load_mask
 from support.hybrid_bed import (
     LOADED,
@@ -16,7 +23,7 @@ from support.hybrid_bed import (
     save,
     scratch,
 )
-from support.pipeline_bed import HASH_BYTES, Bed, chain, make_engine, value_of
+from support.pipeline_bed import HASH_BYTES, Bed, chain, make_engine, table, value_of
 
 FULL = {"kind": "full"}
 SWA = {"kind": "swa", "window_tokens": 32, "save_rule": "held"}
@@ -179,3 +186,72 @@ def test_scratch_is_never_written():
     probe(bed, engine, 1, 1, 200)
     assert load(bed, engine, 1, hit(bed, engine, 1, 200))[0].status == "done"
     assert not any(block >= SCRATCH for block in engine.layouts[0, 1].values)
+
+
+# --- hits inside a block ----------------------------------------------------------------------
+
+WIDE_FULL = {"kind": "full", "block_tokens": 64}
+
+
+def bed_with_tails():
+    """Prompt 1 is stored up to its last whole block, 192; a state of it holds 64 tokens."""
+    bed, engine = bed_and_engine([WIDE_FULL, WIDE], alignment=16)
+    assert rules(engine).partial
+    save(bed, engine, 1, 215)
+    engine.layouts[0, 0].values[4] = value_of(1, 3, 0, 0)
+    engine.layouts[0, 1].values[50] = value_of(1, 3, 0, 1)
+    return bed, engine
+
+
+def save_tail(bed, engine, *, attention=0, state=0):
+    """Keep attention of chunk 3 up to a boundary, and the state at one."""
+    end = max(attention, state)
+    tables, raw = ([TableSlice(0, 3, 1)], table([4])) if attention else ([], b"")
+    job = SaveJob(
+        bed.next_job(), engine.session.life, engine.session.version, "r", 0, 0, 192, end, 12,
+        HASH_BYTES, tables, [HandOff(1, 50, state)] if state else [], 230, 0, attention,
+    )  # fmt: skip
+    bed.submit(engine.workers[0], job, [raw, chain(1, end // 16, 12)])
+    bed.run_copies()
+    (outcome,) = bed.take(Outcome)
+    bed.say(engine.workers[0], OutcomeAck([job.job]))
+    assert outcome.status == "done", outcome
+
+
+def test_a_prompt_hits_inside_a_block():
+    bed, engine = bed_with_tails()
+    save_tail(bed, engine, attention=208, state=208)
+    probe(bed, engine, 1, 1, 215)
+    assert hit(bed, engine, 1, 215) == 208
+    assert load(bed, engine, 1, 208)[0].status == "done"
+    assert_loaded(engine, 1, 208)
+
+
+def test_attention_stored_further_serves_a_state_before_it():
+    bed, engine = bed_with_tails()
+    save_tail(bed, engine, state=208)
+    save_tail(bed, engine, attention=224)
+    probe(bed, engine, 1, 1, 230)
+    assert hit(bed, engine, 1, 230) == 208
+    assert load(bed, engine, 1, 208)[0].status == "done"
+    assert_loaded(engine, 1, 208)
+
+
+@pytest.mark.parametrize(
+    ("attention", "state"), [(224, 224), (208, 224), (0, 208)], ids=["both", "state", "alone"]
+)
+def test_a_state_further_on_serves_nothing_before_it(attention, state):
+    bed, engine = bed_with_tails()
+    save_tail(bed, engine, attention=attention, state=state)
+    probe(bed, engine, 1, 1, 215)
+    assert hit(bed, engine, 1, 215) == 192
+
+
+def test_a_shorter_load_than_the_lease_takes_no_state_of_it():
+    """Both end in the same chunk: the leased state is further on, and no other's."""
+    bed, engine = bed_with_tails()
+    save_tail(bed, engine, attention=224, state=224)
+    probe(bed, engine, 1, 1, 230)
+    assert hit(bed, engine, 1, 230) == 224
+    (end,) = load(bed, engine, 1, 208)
+    assert (end.status, end.reason) == ("failed", "lease")
