@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from kvferry_sidecar.app import LoopView
 from kvferry_sidecar.errors import ExitCode
+from kvferry_sidecar.observe.reading import LoopView
 from kvferry_sidecar.observe.status import Document, HalfStatus, PoolStatus, SessionStatus
 from kvferry_sidecar.outcomes.ledger import Totals
 from kvferry_sidecar.outcomes.reasons import EXPLANATIONS, Reason
