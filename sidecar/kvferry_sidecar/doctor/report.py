@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvferry_sidecar.config import Config
 from kvferry_sidecar.doctor import machine as of_machine
-from kvferry_sidecar.doctor import place
+from kvferry_sidecar.doctor import place, stores
 from kvferry_sidecar.doctor.finding import Finding, Machine, Verdict, warn
 from kvferry_sidecar.errors import ExitCode
 
@@ -27,6 +27,8 @@ CHECKS: Sequence[Check] = (
     place.check_gpus,
     place.check_rdma,
     place.check_http,
+    stores.check_disks,
+    stores.check_store,
 )
 
 

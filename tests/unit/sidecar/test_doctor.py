@@ -13,7 +13,7 @@ import pytest
 import structlog
 from kvferry_sidecar import config, locks
 from kvferry_sidecar.cli import main
-from kvferry_sidecar.doctor import engines, machine, place, report
+from kvferry_sidecar.doctor import engines, machine, place, report, stores
 from kvferry_sidecar.doctor.finding import Machine, Verdict, fail, note, ok, warn
 from kvferry_sidecar.errors import ExitCode
 from kvferry_sidecar.observe import status
@@ -253,3 +253,45 @@ def test_engines_that_nearly_share_are_told():
     fine, near = engines.check_engines(document)
     assert (fine.verdict, near.text) == ("ok", "dtype differs")
     assert msgspec.json.encode(near)
+
+
+def disk(path, total_bytes):
+    return {"tiers__disk__paths": str(path), "tiers__disk__bytes": total_bytes}
+
+
+def test_disks(tree, tmp_path):
+    at(tmp_path, "proc/mounts", f"x / ext4 rw 0 0\ny {tmp_path}/memory tmpfs rw 0 0\n")
+    (tmp_path / "memory").mkdir()
+    small = "64MiB"
+    small_free = {"tiers__disk__free_bytes_min": "1MiB"}
+    (found,) = stores.check_disks(tree(), settings(**disk(tmp_path / "new", small), **small_free))
+    assert (found.verdict, "(ext4)" in found.text) == ("ok", True)
+    (found,) = stores.check_disks(tree(), settings(**disk(tmp_path, "900TiB")))
+    assert (found.verdict, "free for 900" in found.text) == ("fail", True)
+    memory = settings(**disk(tmp_path / "memory", small), **small_free)
+    (found,) = stores.check_disks(tree(), memory)
+    assert (found.verdict, "tmpfs: memory" in found.text) == ("warn", True)
+    assert stores.check_disks(tree(), settings()) == []
+
+
+def test_remote_stores(tree, tmp_path):
+    def examined(url, **more):
+        found = stores.check_store(tree(), settings(tiers__remote__url=url, **more))
+        return [(str(one.verdict), one.text) for one in found]
+
+    assert stores.check_store(tree(), settings()) == []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ((verdict, text),) = examined(f"redis://127.0.0.1:{port}/0")
+        assert (verdict, text) == ("ok", f"redis at 127.0.0.1:{port} takes connections")
+    ((verdict, text),) = examined(f"redis://127.0.0.1:{port}/0")
+    assert (verdict, "does not answer" in text) == ("warn", True)
+    path = tmp_path / "redis.sock"
+    assert examined(f"redis+unix://{path}")[0][0] == "warn"
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+        assert examined(f"redis+unix://{path}")[0][0] == "ok"
+    rdma = {"tiers__remote__protocol": "rdma", "tiers__remote__device": "mlx5_9"}
+    at(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE")
+    found = examined(f"mooncake://127.0.0.1:{port}", **rdma)
+    assert found[-1] == ("fail", "tiers.remote.device mlx5_9 is not among ['mlx5_0']")
