@@ -151,6 +151,12 @@ def test_both_see_the_gpus_and_the_sidecar_owns_none(name):
         assert ("claims" in resources) == (way == "dra")
 
 
+def test_gpus_are_served_where_that_is_asked_for():
+    assert tomllib.loads(release("privileged").toml())["copy"]["gpu"] is True
+    assert "gpu" not in tomllib.loads(release("single-node").toml())["copy"]
+    assert "gpu.serve is false" in release("single-node").notes
+
+
 def test_ranks_have_a_gpu_each():
     (claim,) = release("tp8").of("ResourceClaimTemplate")
     assert claim["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"] == 8

@@ -81,6 +81,11 @@ def test_rdma_needs_a_device():
         render({**MINIMAL, "remote": store})
 
 
+def test_serving_gpus_needs_sight_of_them():
+    with pytest.raises(helm_python.HelmError, match=r"gpu\.serve needs"):
+        render(with_value("gpu.serve", True))
+
+
 def test_dfkv_needs_its_library():
     with pytest.raises(helm_python.HelmError, match=r"remote\.dfkv\.library"):
         render({**MINIMAL, "remote": {"url": "dfkv://n1=10.0.0.1:12001"}})

@@ -23,7 +23,7 @@ VARIANTS: Mapping[str, Values] = {
     "root": {**MINIMAL, "user": 0},
     "cdi": {**MINIMAL, "gpu": {"access": "cdiAnnotation"}},
     "no-runtime-class": {**MINIMAL, "gpu": {"access": "env", "runtimeClassName": ""}},
-    "privileged": {**MINIMAL, "gpu": {"access": "privileged", "count": 2}},
+    "privileged": {**MINIMAL, "gpu": {"access": "privileged", "count": 2, "serve": True}},
     "nodes-only": {"mode": "daemonset", "engine": {"enabled": False}},
     "nodes-dra": {"mode": "daemonset", "model": "m", "gpu": {"access": "draAdmin"}},
     "nodes-watched": {

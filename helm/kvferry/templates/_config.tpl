@@ -42,6 +42,12 @@ tiers:
   {{- end }}
 copy:
   threads: {{ int64 .Values.sidecar.copyThreads }}
+  {{- if .Values.gpu.serve }}
+  {{- if eq .Values.gpu.access "none" }}
+  {{- fail "gpu.serve needs a gpu.access other than none: the sidecar would see no GPU" }}
+  {{- end }}
+  gpu: true
+  {{- end }}
 http:
   listen: {{ .Values.http.listen | quote }}
   probes_listen: {{ printf "%s:%d" .Values.http.probesAddress (int64 .Values.http.probesPort) | quote }}
