@@ -24,7 +24,8 @@ class FerryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     ``pinned_blocks_max`` 0 stands for a quarter of the engine's blocks. ``model_identity``,
     ``model_revision`` and ``weights_version`` overrule what the engine says of itself (for
-    weights that are loaded from elsewhere, or that change without a new revision).
+    weights that are loaded from elsewhere, or that change without a new revision). ``tenant``
+    separates the cache of engines that would otherwise share it.
     """
 
     run_dir: str = ""
@@ -42,6 +43,7 @@ class FerryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model_identity: str = ""
     model_revision: str = ""
     weights_version: str = ""
+    tenant: str = ""
 
     def run_path(self) -> Path:
         """Return the run directory: the setting, else the node's, else this user's."""

@@ -40,6 +40,7 @@ def identity_facts(
     parallel = vllm_config.parallel_config
     lora = vllm_config.lora_config
     return {
+        **({"tenant": config.tenant} if config.tenant else {}),
         "format": FORMAT_VERSION,
         "vllm_version": engine_version,
         "device": str(vllm_config.device_config.device_type),

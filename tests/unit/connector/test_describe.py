@@ -294,6 +294,13 @@ def test_settings_overrule_what_the_engine_says(tmp_path: Path) -> None:
     assert differing(one, facts_of(make_config(first), newer)) == {"model_weights"}
 
 
+def test_tenants_share_nothing(tmp_path: Path) -> None:
+    model = make_config(write_model(tmp_path / "a"))
+    nobody, one = facts_of(model), facts_of(model, FerryConfig(tenant="one"))
+    assert differing(nobody, one) == {"tenant"}
+    assert differing(one, facts_of(model, FerryConfig(tenant="two"))) == {"tenant"}
+
+
 def test_the_config_digest_ignores_where_and_when() -> None:
     class Config:
         def __init__(self, **values: Any) -> None:
