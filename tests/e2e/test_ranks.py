@@ -16,7 +16,7 @@ from support.logs import watch_log
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # several engine processes at once
 
 TWO_RANKS: dict[str, Any] = {
     "tensor_parallel_size": 2,
