@@ -102,6 +102,17 @@ def test_a_window_is_missing_at_the_boundary():
     assert "with group 1 (swa)" in view.verdict
 
 
+def test_what_a_hit_needs_of_each_group():
+    kinds = [{"kind": "full"}, {"kind": "swa", "window_tokens": 40, "save_rule": "held"}]
+    bed, engine = Bed(), make_engine(kinds=kinds)
+    full, window = bed.pipeline.groups(engine.session, 128)
+    assert (full.kind, full.first, full.chunks) == ("full", 0, 8)
+    assert (window.kind, window.first, window.chunks) == ("swa", 5, 8)
+    assert (window.window_tokens, window.stripe_bytes) == (40, 1024)
+    engine.session.ready = False
+    assert bed.pipeline.groups(engine.session, 128) == []
+
+
 def test_the_drafter_takes_its_chunk():
     bed, engine = Bed(), make_engine()
     engine.session.use_eagle = True

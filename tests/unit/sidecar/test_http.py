@@ -120,6 +120,17 @@ def test_a_request_is_explained_and_counted(sidecar, local, engine, capsys):
     assert [one["hit_tokens"] for one in local.get("/api/v1/prefixes").json()] == [48]
 
 
+def test_slow_jobs_and_the_geometry_of_an_engine(local, engine):
+    engine.put("slow", [1, 2])
+    engine.get("slow", [3, 4])
+    jobs = local.get("/api/v1/slow").json()
+    assert [one["seconds"] for one in jobs] == sorted((j["seconds"] for j in jobs), reverse=True)
+    assert "slow" in {one["request"] for one in jobs if one["kind"] == "load"}
+    (group,) = local.get("/api/v1/groups?engine=raw/one&tokens=64").json()
+    assert (group["kind"], group["chunks"], group["first"]) == ("full", 4, 0)
+    assert local.get("/api/v1/groups?engine=none").status == 400
+
+
 def test_what_is_open_has_an_age_and_an_owner(local, engine):
     engine.put("open", [1, 2])
     admission, _ = engine.lease("open", 2)

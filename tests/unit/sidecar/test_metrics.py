@@ -47,6 +47,7 @@ def test_every_number_comes_from_the_reading():
     assert found["kvferry_job_parts_total", "", "done", "load"] == 1
     assert found["kvferry_save_objects_total",] == 4
     assert found["kvferry_transfer_bytes_total", "load"] == 4096
+    assert found["kvferry_transfer_bytes_total", "save"] == 4096
     assert found["kvferry_pool_used_bytes", "host"] == 1 << 28
     assert found["kvferry_pool_dropped_before_reuse_total", "host"] == 1
     assert found["kvferry_limit_hits_total", "connections_max"] == 4
