@@ -44,9 +44,7 @@ def test_steps_are_numbered_when_built_not_when_run(engine: SchedulerUnderTest) 
 
 
 def test_load_and_failed_load(engine: SchedulerUnderTest) -> None:
-    engine.add("warm", PROMPT)
-    engine.run()
-    engine.forget_local()
+    engine.warm_up(PROMPT)
     engine.add("b", PROMPT)
     engine.run()
     engine.forget_local()

@@ -17,11 +17,7 @@ PROMPT = list(range(10, 210))  # 200 tokens: a hit of 192
 def make(folder: Path, **options: Any) -> SchedulerUnderTest:
     """An engine whose store holds PROMPT's 192 tokens while it has nothing itself."""
     engine = SchedulerUnderTest(folder, num_blocks=128, **options)
-    engine.add("warm", PROMPT)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
-    engine.node.messages.clear()
+    engine.warm_up(PROMPT)
     return engine
 
 

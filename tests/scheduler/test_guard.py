@@ -15,10 +15,7 @@ PROMPT = list(range(10, 210))
 @pytest.fixture
 def engine(tmp_path: Path) -> SchedulerUnderTest:
     engine = SchedulerUnderTest(tmp_path)
-    engine.add("warm", PROMPT)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
+    engine.warm_up(PROMPT)
     return engine
 
 

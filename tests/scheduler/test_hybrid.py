@@ -30,23 +30,11 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> SchedulerUnderTest
     return SchedulerUnderTest(tmp_path, specs=MODELS[request.param], num_blocks=128)
 
 
-def warm_up(engine: SchedulerUnderTest, tokens: list[int] = PROMPT) -> None:
-    """The store holds a prompt, the engine nothing."""
-    engine.add("warm", tokens)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
-
-
-def replay(engine: SchedulerUnderTest, tokens: list[int]) -> int:
-    return (len(tokens) - 1) // engine.unit * engine.unit
-
-
 def test_repeated_prompt_hits_at_its_replay_boundary(engine: SchedulerUnderTest) -> None:
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     engine.add("b", PROMPT)
     engine.run()
-    assert loads_of(engine.node) == [("b", 0, replay(engine, PROMPT))]
+    assert loads_of(engine.node) == [("b", 0, engine.replay_boundary(PROMPT))]
     assert saves_of(engine.node) == []
     assert not engine.node.lost, "each block was saved while the engine still had it"
     engine.assert_idle()
@@ -55,10 +43,10 @@ def test_repeated_prompt_hits_at_its_replay_boundary(engine: SchedulerUnderTest)
 @pytest.mark.parametrize("count", [192, 193, 256])
 def test_prompts_that_end_at_a_boundary(engine: SchedulerUnderTest, count: int) -> None:
     tokens = list(range(10, 10 + count))
-    warm_up(engine, tokens)
+    engine.warm_up(tokens)
     engine.add("b", tokens)
     engine.run()
-    assert loads_of(engine.node) == [("b", 0, replay(engine, tokens))]
+    assert loads_of(engine.node) == [("b", 0, engine.replay_boundary(tokens))]
     engine.assert_idle()
 
 
@@ -68,36 +56,36 @@ def test_steps_of_any_size_save_what_the_next_one_drops(tmp_path: Path, batch: i
         folder = tmp_path / str(number)
         folder.mkdir()
         engine = SchedulerUnderTest(folder, specs=specs, num_blocks=128, batch=batch)
-        warm_up(engine)
+        engine.warm_up(PROMPT)
         engine.add("b", PROMPT)
         engine.run()
-        assert loads_of(engine.node) == [("b", 0, replay(engine, PROMPT))]
+        assert loads_of(engine.node) == [("b", 0, engine.replay_boundary(PROMPT))]
         assert not engine.node.lost
         engine.assert_idle()
 
 
 def test_a_conversation_goes_on_from_the_last_prompt(engine: SchedulerUnderTest) -> None:
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     longer = [*PROMPT, *range(300, 340)]
     engine.add("b", longer)
     engine.run()
-    assert loads_of(engine.node) == [("b", 0, replay(engine, PROMPT))]
+    assert loads_of(engine.node) == [("b", 0, engine.replay_boundary(PROMPT))]
     engine.forget_local()
     engine.add("c", longer)
     engine.run()
-    assert loads_of(engine.node)[-1] == ("c", 0, replay(engine, longer))
+    assert loads_of(engine.node)[-1] == ("c", 0, engine.replay_boundary(longer))
     engine.assert_idle()
 
 
 def test_only_what_is_not_local_is_loaded(engine: SchedulerUnderTest) -> None:
-    warm_up(engine, [*PROMPT, *range(300, 340)])
+    engine.warm_up([*PROMPT, *range(300, 340)])
     engine.add("b", PROMPT)
     engine.run()
     engine.node.jobs.clear()
     engine.add("c", [*PROMPT, *range(300, 340)])
     engine.run()
-    total = replay(engine, [*PROMPT, *range(40)])
-    assert loads_of(engine.node) == [("c", replay(engine, PROMPT), total)]
+    total = engine.replay_boundary([*PROMPT, *range(40)])
+    assert loads_of(engine.node) == [("c", engine.replay_boundary(PROMPT), total)]
     engine.assert_idle()
 
 
@@ -123,7 +111,7 @@ def test_denser_retention_of_the_engine_hits_inside_a_prompt(
     engine = SchedulerUnderTest(
         tmp_path, specs=MODELS["full and window"], num_blocks=128, retention=retention
     )
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     engine.add("b", [*PROMPT[:104], *range(300, 390)])
     engine.run()
     assert loads_of(engine.node) == [("b", 0, 96)]
@@ -143,14 +131,14 @@ def test_pins_of_a_window_are_those_near_its_boundary(tmp_path: Path) -> None:
 def test_groups_are_loaded_whole_unless_more_is_allocated(tmp_path: Path) -> None:
     specs = [full(16), swa(16, 40), swa(16, 40, extra_retained_tokens=20)]
     engine = SchedulerUnderTest(tmp_path, specs=specs, num_blocks=128)
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     request = engine.add("b", PROMPT)
     engine.schedule()
     assert engine.connector.get_loaded_kv_cache_group_ids(request) == (0, 1)
 
 
 def test_failed_load_of_a_hybrid_is_computed(engine: SchedulerUnderTest) -> None:
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     engine.node.load_fails = True
     engine.add("b", PROMPT)
     engine.run()

@@ -19,11 +19,7 @@ def engine(tmp_path: Path) -> SchedulerUnderTest:
 @pytest.fixture
 def warm(engine: SchedulerUnderTest) -> SchedulerUnderTest:
     """The store holds PROMPT's 192 tokens, the engine nothing."""
-    engine.add("warm", PROMPT)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
-    engine.node.messages.clear()
+    engine.warm_up(PROMPT)
     return engine
 
 

@@ -17,11 +17,7 @@ ORDERS = pytest.mark.parametrize("beside", ["before", "after"])
 def make(folder: Path, beside: str, **options: Any) -> SchedulerUnderTest:
     """Our store holds PROMPT's 192 tokens; the other connector offers what a test says."""
     engine = SchedulerUnderTest(folder, beside=beside, **options)
-    engine.add("warm", PROMPT)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
-    engine.node.messages.clear()
+    engine.warm_up(PROMPT)
     return engine
 
 

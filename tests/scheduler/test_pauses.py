@@ -16,9 +16,7 @@ PROMPT = list(range(10, 210))
 def make(folder: Path, **options: Any) -> SchedulerUnderTest:
     """An engine whose store holds PROMPT's 192 tokens; the sidecar hangs from now on."""
     engine = SchedulerUnderTest(folder, **options)
-    engine.add("warm", PROMPT)
-    engine.run()
-    engine.forget_local()
+    engine.warm_up(PROMPT)
     engine.node.load_steps = engine.node.save_steps = 1_000_000
     engine.node.hears = False
     awake(engine, 0)

@@ -16,11 +16,7 @@ PROMPT = list(range(10, 210))
 def make(folder: Path, **options: Any) -> SchedulerUnderTest:
     """Two ranks whose store holds PROMPT's 192 tokens while they have nothing themselves."""
     engine = SchedulerUnderTest(folder, ranks=2, **options)
-    engine.add("warm", PROMPT)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
-    engine.node.messages.clear()
+    engine.warm_up(PROMPT)
     return engine
 
 

@@ -17,10 +17,7 @@ PROMPT = list(range(10, 210))
 def make(folder: Path, **options: Any) -> SchedulerUnderTest:
     """An engine whose store holds PROMPT's 192 tokens while it has nothing itself."""
     engine = SchedulerUnderTest(folder, num_blocks=64, **options)
-    engine.add("warm", PROMPT)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
+    engine.warm_up(PROMPT)
     return engine
 
 

@@ -29,18 +29,6 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> SchedulerUnderTest
     return SchedulerUnderTest(tmp_path, specs=MODELS[request.param], num_blocks=128)
 
 
-def warm_up(engine: SchedulerUnderTest, tokens: list[int] = PROMPT) -> None:
-    """The store holds a prompt, the engine nothing."""
-    engine.add("warm", tokens)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
-
-
-def replay(engine: SchedulerUnderTest, tokens: list[int]) -> int:
-    return (len(tokens) - 1) // engine.unit * engine.unit
-
-
 def states_of(engine: SchedulerUnderTest) -> list[int]:
     """The boundaries of the states that were handed over, in order."""
     return [state.end_tokens for job in engine.node.jobs for state in getattr(job, "hand_offs", ())]
@@ -51,10 +39,10 @@ def test_repeated_prompt_hits_at_its_replay_boundary(
     engine: SchedulerUnderTest, count: int
 ) -> None:
     tokens = list(range(10, 10 + count))
-    warm_up(engine, tokens)
+    engine.warm_up(tokens)
     engine.add("b", tokens)
     engine.run()
-    assert loads_of(engine.node) == [("b", 0, replay(engine, tokens))]
+    assert loads_of(engine.node) == [("b", 0, engine.replay_boundary(tokens))]
     assert states_of(engine) == [], "the state that was loaded is stored already"
     assert engine.node.contents.states_checked > 0
     engine.assert_idle()
@@ -73,35 +61,37 @@ def test_steps_of_any_size_hand_the_same_states_over(tmp_path: Path, batch: int)
         folder = tmp_path / str(number)
         folder.mkdir()
         engine = SchedulerUnderTest(folder, specs=specs, num_blocks=128, batch=batch)
-        warm_up(engine)
+        engine.warm_up(PROMPT)
         engine.add("b", PROMPT)
         engine.run()
-        assert loads_of(engine.node) == [("b", 0, replay(engine, PROMPT))]
+        assert loads_of(engine.node) == [("b", 0, engine.replay_boundary(PROMPT))]
         engine.assert_idle()
 
 
 def test_a_conversation_goes_on_from_the_last_prompt(engine: SchedulerUnderTest) -> None:
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     longer = [*PROMPT, *range(300, 340)]
     engine.add("b", longer)
     engine.run()
-    assert loads_of(engine.node) == [("b", 0, replay(engine, PROMPT))]
+    assert loads_of(engine.node) == [("b", 0, engine.replay_boundary(PROMPT))]
     engine.forget_local()
     engine.add("c", longer)
     engine.run()
-    assert loads_of(engine.node)[-1] == ("c", 0, replay(engine, longer))
+    assert loads_of(engine.node)[-1] == ("c", 0, engine.replay_boundary(longer))
     engine.assert_idle()
 
 
 def test_only_what_is_not_local_is_loaded(engine: SchedulerUnderTest) -> None:
     longer = [*PROMPT, *range(300, 364)]
-    warm_up(engine, longer)
+    engine.warm_up(longer)
     engine.add("b", PROMPT)
     engine.run()
     engine.node.jobs.clear()
     engine.add("c", longer)
     engine.run()
-    assert loads_of(engine.node) == [("c", replay(engine, PROMPT), replay(engine, longer))]
+    assert loads_of(engine.node) == [
+        ("c", engine.replay_boundary(PROMPT), engine.replay_boundary(longer))
+    ]
     engine.assert_idle()
 
 
@@ -127,7 +117,7 @@ def test_denser_retention_of_the_engine_hits_inside_a_prompt(
     engine = SchedulerUnderTest(
         tmp_path, specs=MODELS["full and state"], num_blocks=128, retention=retention, batch=16
     )
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     engine.add("b", [*PROMPT[:104], *range(300, 390)], max_tokens=40)
     engine.run()
     assert loads_of(engine.node) == [("b", 0, 96)]
@@ -138,14 +128,14 @@ def test_denser_retention_of_the_engine_hits_inside_a_prompt(
 def test_states_are_loaded_whole_unless_scratch_comes_with_them(tmp_path: Path) -> None:
     specs = [full(16), mamba(16), mamba(16, scratch=1)]
     engine = SchedulerUnderTest(tmp_path, specs=specs, num_blocks=128)
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     request = engine.add("b", PROMPT)
     engine.schedule()
     assert engine.connector.get_loaded_kv_cache_group_ids(request) == (0, 1)
 
 
 def test_failed_load_is_computed(engine: SchedulerUnderTest) -> None:
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     engine.node.load_fails = True
     engine.add("b", PROMPT)
     engine.run()
@@ -171,7 +161,7 @@ def test_states_that_could_not_be_pinned_are_a_miss(tmp_path: Path) -> None:
         tmp_path, specs=MODELS["full and state"], num_blocks=128, pinned_blocks_max=1
     )
     engine.node.save_steps = 30
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     assert engine.counts["pinned_blocks_max"] > 0
     engine.add("b", PROMPT)
     engine.run()
@@ -197,7 +187,7 @@ def test_an_abort_after_the_hand_off_leaves_no_pin(tmp_path: Path) -> None:
 def test_a_table_without_its_nulls_is_sent_whole(tmp_path: Path) -> None:
     """The half cuts no table of states: scratch closes it, whatever its length."""
     engine = SchedulerUnderTest(tmp_path, specs=MODELS["scratch"], num_blocks=128)
-    warm_up(engine)
+    engine.warm_up(PROMPT)
     engine.add("b", PROMPT)
     engine.run()
     (job,) = engine.node.jobs

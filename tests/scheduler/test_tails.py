@@ -38,10 +38,7 @@ def test_a_repeated_prompt_hits_at_its_last_hash(
 ) -> None:
     engine = engine_of(model, tmp_path, batch=batch)
     tokens = tokens_of(count)
-    engine.add("warm", tokens)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
+    engine.warm_up(tokens)
     engine.add("b", tokens)
     engine.run()
     assert loads_of(engine.node) == [("b", 0, (count - 1) // HASH * HASH)]
@@ -95,10 +92,7 @@ def test_a_drafter_drops_one_hash_inside_the_block(
     """Of 208 tokens the state at 192 ends a block: attention above it is not computed by then."""
     engine = engine_of(model, tmp_path, drafts=2)
     tokens = tokens_of(count)
-    engine.add("warm", tokens)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
+    engine.warm_up(tokens)
     engine.add("b", tokens)
     engine.run()
     assert loads_of(engine.node) == [("b", 0, total)]

@@ -22,11 +22,7 @@ PROMPT = list(range(10, 210))
 def make(folder: Path, **options: Any) -> SchedulerUnderTest:
     """An engine whose store holds PROMPT's 192 tokens while it has nothing itself."""
     engine = SchedulerUnderTest(folder, **options)
-    engine.add("warm", PROMPT)
-    engine.run()
-    engine.forget_local()
-    engine.node.jobs.clear()
-    engine.node.messages.clear()
+    engine.warm_up(PROMPT)
     return engine
 
 

@@ -197,6 +197,18 @@ class SchedulerUnderTest:
         assert self.pool.reset_prefix_cache()
         self.node.contents.held.clear()
 
+    def warm_up(self, tokens: Sequence[int]) -> None:
+        """Have the store hold a prompt and the engine nothing; what was sent for it is past."""
+        self.add("warm", tokens)
+        self.run()
+        self.forget_local()
+        self.node.jobs.clear()
+        self.node.messages.clear()
+
+    def replay_boundary(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens of a stored prompt a repeated one loads."""
+        return (len(tokens) - 1) // self.unit * self.unit
+
     def assert_idle(self, errors: int = 0) -> None:
         """Nothing is left anywhere: pins, jobs, leases, admissions."""
         assert not self.half._jobs
