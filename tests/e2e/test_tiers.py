@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from kvferry_demo.processes import unlink_pool
 from support.engine import BLOCK_TOKENS, EngineUnderTest, Texts, hit_of, running_engine
-from support.redis_server import RedisServer, redis_server
-from support.sidecar import SidecarUnderTest, make_sidecar
+from support.redis_server import RedisServer
+from support.server import serving
+from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RedisServer]:
-    with redis_server(folder) as found:
+    with serving(RedisServer(folder)) as found:
         yield found
 
 
@@ -37,9 +38,7 @@ def sidecar(folder: Path, server: RedisServer) -> Iterator[SidecarUnderTest]:
         "tiers.remote.url": server.url,
         "limits.stage_ms_max": 20_000,
     }
-    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    with make_sidecar(flags=flags) as found:
-        found.start()
+    with running_sidecar(flags=set_flags(settings)) as found:
         yield found
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kvferry_sidecar.cli.commands import run
-from support.books import read_status, wait_settled
+from support.books import wait_settled
 from support.client_half import client_engine
 from support.dfkv_ring import DfkvRing
-from support.sidecar import SidecarUnderTest, make_sidecar
+from support.sidecar import SidecarUnderTest, set_flags
+from support.slow_tiers import (
+    HUNG_S_MAX,
+    is_on,
+    refusal_of,
+    settings_of,
+    sidecar_over,
+    tier,
+    wait_stored,
+)
 from support.waiting import wait_until
-
-HUNG_S_MAX = 2.0  # what a hung store may cost one request, all in all
 
 
 @pytest.fixture
@@ -24,46 +29,20 @@ def ring(tmp_path: Path) -> DfkvRing:
     return DfkvRing(tmp_path)
 
 
-def flags(ring: DfkvRing, changes: dict[str, object]) -> list[str]:
-    settings = {
-        "tiers.remote.url": ring.url,
-        "tiers.remote.library": ring.library,
-        "limits.stage_ms_max": 20_000,
-    } | {name.replace("__", "."): value for name, value in changes.items()}
-    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-
-
-@contextmanager
-def started(ring: DfkvRing, **changes: object) -> Iterator[SidecarUnderTest]:
-    """Yield a sidecar over the store that serves."""
-    with make_sidecar(pool_bytes=16 << 20, flags=flags(ring, changes)) as sidecar:
-        sidecar.start()
-        yield sidecar
-
-
-def tier(sidecar: SidecarUnderTest) -> dict[str, Any]:
-    (found,) = read_status(sidecar.run_dir)["pipeline"]["tiers"]
-    return found
-
-
-def is_on(sidecar: SidecarUnderTest) -> bool:
-    return bool(tier(sidecar)["state"] == "on")
-
-
-def written(sidecar: SidecarUnderTest, objects: int) -> None:
-    wait_until(lambda: tier(sidecar)["counts"].get("put_objects", 0) >= objects, "all is stored")
+def over(ring: DfkvRing, **changes: object) -> AbstractContextManager[SidecarUnderTest]:
+    return sidecar_over(ring.url, tiers__remote__library=ring.library, **changes)
 
 
 def test_two_sidecars_share_and_a_bad_value_is_repaired(ring: DfkvRing) -> None:
     with (
-        started(ring) as first,
-        started(ring) as second,
+        over(ring) as first,
+        over(ring) as second,
         client_engine(first.run_dir, engine_id="a") as writer,
         client_engine(second.run_dir, engine_id="b") as reader,
     ):
         writer.put("shared")
         writer.put("bad")
-        written(first, 6)
+        wait_stored(first, 6)
         assert reader.get("shared") == 48
         lost = reader.content("bad", 1)
         (path,) = [one for one in ring.store.iterdir() if lost in one.read_bytes()]
@@ -71,7 +50,7 @@ def test_two_sidecars_share_and_a_bad_value_is_repaired(ring: DfkvRing) -> None:
         assert reader.get("bad") == 16, "the chunk before it is good"
         assert not path.exists(), "written once, it must be removed before it can be right again"
         reader.put("bad")
-        written(second, 1)
+        wait_stored(second, 1)
         assert lost in path.read_bytes()
         assert tier(second)["facts"]["transport"] == "tcp"
         for sidecar in (first, second):
@@ -79,9 +58,9 @@ def test_two_sidecars_share_and_a_bad_value_is_repaired(ring: DfkvRing) -> None:
 
 
 def test_servers_that_fail_come_back_with_a_fresh_handle(ring: DfkvRing) -> None:
-    with started(ring) as sidecar, client_engine(sidecar.run_dir) as engine:
+    with over(ring) as sidecar, client_engine(sidecar.run_dir) as engine:
         engine.put("before")
-        written(sidecar, 3)
+        wait_stored(sidecar, 3)
         ring.say("down")
         assert engine.lease("elsewhere", 3)[1].hit_tokens == 0
         wait_until(lambda: not is_on(sidecar), "it is noticed")
@@ -91,14 +70,14 @@ def test_servers_that_fail_come_back_with_a_fresh_handle(ring: DfkvRing) -> None
         wait_until(lambda: is_on(sidecar), "it is used again")
         assert tier(sidecar)["facts"]["handles_opened"] > 1
         engine.put("after")
-        written(sidecar, 6)
+        wait_stored(sidecar, 6)
 
 
 def test_a_call_that_hangs_keeps_its_slots_and_ends_nothing(ring: DfkvRing) -> None:
     changes = {"limits__stage_ms_max": 200, "limits__store_ms_max": 500}
-    with started(ring, **changes) as sidecar, client_engine(sidecar.run_dir) as engine:
+    with over(ring, **changes) as sidecar, client_engine(sidecar.run_dir) as engine:
         engine.put("known")
-        written(sidecar, 3)
+        wait_stored(sidecar, 3)
         ring.say("hung")
         began_s = time.monotonic()
         assert engine.lease("elsewhere", 3)[1].hit_tokens == 0
@@ -116,7 +95,7 @@ def test_a_call_that_hangs_keeps_its_slots_and_ends_nothing(ring: DfkvRing) -> N
 
 def test_sigterm_during_a_hung_call_ends_in_time(ring: DfkvRing) -> None:
     with (
-        started(ring, limits__drain_ms_max=1000) as sidecar,
+        over(ring, limits__drain_ms_max=1000) as sidecar,
         client_engine(sidecar.run_dir) as engine,
     ):
         epoch = engine.wait_ready()
@@ -132,7 +111,7 @@ def test_sigterm_during_a_hung_call_ends_in_time(ring: DfkvRing) -> None:
 
 
 def test_the_transport_that_was_asked_for_or_none(ring: DfkvRing) -> None:
-    with started(ring, tiers__remote__protocol="rdma") as sidecar:
+    with over(ring, tiers__remote__protocol="rdma") as sidecar:
         with client_engine(sidecar.run_dir) as engine:
             engine.put("served")
             wait_until(lambda: tier(sidecar)["state"] == "off", "it is off")
@@ -153,15 +132,8 @@ def test_what_cannot_be_is_refused_by_name(ring, changes, text, capsys) -> None:
     if "old" in changes:
         ring.say("old")
         changes = {}
-    with make_sidecar(pool_bytes=16 << 20) as sidecar:
-        code = run(
-            [
-                *("serve", "--run-dir", str(sidecar.run_dir), "--pool-name", sidecar.pool_name),
-                *("--pool-bytes", "16MiB", *flags(ring, changes)),
-            ]
-        )
-    assert code == 2
-    assert text in capsys.readouterr().err
+    settings = settings_of(ring.url, {"tiers.remote.library": ring.library, **changes})
+    assert text in refusal_of(set_flags(settings), capsys)
 
 
 def _late(sidecar: SidecarUnderTest) -> dict[str, Any] | None:

@@ -13,7 +13,8 @@ import pytest
 from kvferry_demo.processes import unlink_pool
 from support.books import read_status, wait_settled
 from support.client_half import ClientEngine, client_engine
-from support.sidecar import SidecarUnderTest, make_sidecar
+from support.sidecar import SidecarUnderTest, make_sidecar, set_flags
+from support.slow_tiers import tier
 from support.waiting import wait_until
 
 
@@ -25,7 +26,7 @@ def flags(path: Path) -> list[str]:
         "limits.stage_ms_max": 20_000,  # the machine of a test may be slow
         "limits.store_ms_max": 20_000,
     }
-    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    return set_flags(settings)
 
 
 @pytest.fixture
@@ -33,11 +34,6 @@ def sidecar(tmp_path: Path) -> Iterator[SidecarUnderTest]:
     with make_sidecar(pool_bytes=16 << 20, flags=flags(tmp_path)) as found:
         found.start()
         yield found
-
-
-def tier(sidecar: SidecarUnderTest) -> dict[str, Any]:
-    (found,) = read_status(sidecar.run_dir)["pipeline"]["tiers"]
-    return found
 
 
 def written(sidecar: SidecarUnderTest, objects: int) -> None:

@@ -7,20 +7,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kvferry_connector.wire.hot import Release
 from kvferry_demo.processes import Child, Sidecar, in_environment, kvferry_command
-from kvferry_sidecar.cli.commands import run
-from support.books import read_status, wait_settled
+from support.books import wait_settled
 from support.client_half import ClientEngine, client_engine
-from support.mooncake_master import MooncakeMaster, mooncake_master
+from support.mooncake_master import MooncakeMaster
 from support.net import two_nodes
-from support.sidecar import SidecarUnderTest, make_sidecar
+from support.server import serving
+from support.sidecar import SidecarUnderTest, make_sidecar, set_flags
+from support.slow_tiers import (
+    HUNG_S_MAX,
+    POOL_BYTES,
+    is_on,
+    refusal_of,
+    settings_of,
+    tier,
+    wait_stored,
+)
 from support.waiting import wait_until
-
-HUNG_S_MAX = 2.0  # what a hung store may cost one request, all in all
 
 
 class SidecarElsewhere(Sidecar):
@@ -30,7 +36,7 @@ class SidecarElsewhere(Sidecar):
         self.run_dir = sidecar.run_dir
         self.pool_name = sidecar.pool_name
         serve = ["serve", "--run-dir", str(self.run_dir), "--pool-name", self.pool_name]
-        pool = ["--pool-bytes", str(16 << 20), "--http-listen", ""]
+        pool = ["--pool-bytes", str(POOL_BYTES), "--http-listen", ""]
         command = in_environment({}, [*prefix, *kvferry_command(), *serve, *pool, *flags])
         Child.__init__(self, command, sidecar.log)
 
@@ -40,11 +46,8 @@ def started(
     url: str, *, prefix: tuple[str, ...] = (), **changes: object
 ) -> Iterator[SidecarUnderTest]:
     """Yield a sidecar over the store that serves."""
-    settings = {"tiers.remote.url": url, "limits.stage_ms_max": 20_000} | {
-        name.replace("__", "."): value for name, value in changes.items()
-    }
-    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    with make_sidecar(pool_bytes=16 << 20) as sidecar:
+    flags = set_flags(settings_of(url, changes))
+    with make_sidecar(pool_bytes=POOL_BYTES) as sidecar:
         sidecar._process = SidecarElsewhere(sidecar, prefix, flags)
         sidecar.process.wait_ready()
         yield sidecar
@@ -52,21 +55,8 @@ def started(
 
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
-    with mooncake_master(tmp_path) as found:
+    with serving(MooncakeMaster(tmp_path)) as found:
         yield found
-
-
-def tier(sidecar: SidecarUnderTest) -> dict[str, Any]:
-    (found,) = read_status(sidecar.run_dir)["pipeline"]["tiers"]
-    return found
-
-
-def is_on(sidecar: SidecarUnderTest) -> bool:
-    return bool(tier(sidecar)["state"] == "on")
-
-
-def written(sidecar: SidecarUnderTest, objects: int) -> None:
-    wait_until(lambda: tier(sidecar)["counts"].get("put_objects", 0) >= objects, "all is stored")
 
 
 def shares(writer: ClientEngine, reader: ClientEngine, first: SidecarUnderTest) -> None:
@@ -75,7 +65,7 @@ def shares(writer: ClientEngine, reader: ClientEngine, first: SidecarUnderTest) 
     prompts = [f"shared {before} {number}" for number in range(6)]
     for prompt in prompts:
         writer.put(prompt)
-    written(first, before + 18)
+    wait_stored(first, before + 18)
     admission, answer = reader.lease(prompts[0], 3)
     assert answer.sources == {"external": 48}
     reader.scheduler.send(Release([admission]))
@@ -83,28 +73,22 @@ def shares(writer: ClientEngine, reader: ClientEngine, first: SidecarUnderTest) 
 
 
 def test_two_nodes_share_one_master(tmp_path: Path) -> None:
-    with two_nodes() as (here, there):
-        master = MooncakeMaster(tmp_path, here.address, here.prefix)
-        master.start()
-        try:
-            with (
-                started(
-                    master.url, prefix=here.prefix, tiers__remote__segment_bytes="64MiB"
-                ) as first,
-                started(master.url, prefix=there.prefix) as second,
-                client_engine(first.run_dir, engine_id="a") as writer,
-                client_engine(second.run_dir, engine_id="b") as reader,
-            ):
-                for sidecar in (first, second):
-                    wait_until(lambda one=sidecar: is_on(one), "the store is there")
-                shares(writer, reader, first)
-                hosts = [tier(sidecar)["facts"]["host"] for sidecar in (first, second)]
-                assert hosts == [here.address, there.address]
-                assert tier(second)["facts"]["transport"] == "tcp"
-                for sidecar in (first, second):
-                    wait_settled(sidecar.run_dir)
-        finally:
-            master.kill()
+    with (
+        two_nodes() as (here, there),
+        serving(MooncakeMaster(tmp_path, here.address, here.prefix)) as master,
+        started(master.url, prefix=here.prefix, tiers__remote__segment_bytes="64MiB") as first,
+        started(master.url, prefix=there.prefix) as second,
+        client_engine(first.run_dir, engine_id="a") as writer,
+        client_engine(second.run_dir, engine_id="b") as reader,
+    ):
+        for sidecar in (first, second):
+            wait_until(lambda one=sidecar: is_on(one), "the store is there")
+        shares(writer, reader, first)
+        hosts = [tier(sidecar)["facts"]["host"] for sidecar in (first, second)]
+        assert hosts == [here.address, there.address]
+        assert tier(second)["facts"]["transport"] == "tcp"
+        for sidecar in (first, second):
+            wait_settled(sidecar.run_dir)
 
 
 def test_an_owner_that_dies_is_a_miss(master: MooncakeMaster) -> None:
@@ -115,7 +99,7 @@ def test_an_owner_that_dies_is_a_miss(master: MooncakeMaster) -> None:
         ):
             shares(writer, reader, first)
             writer.put("lost")
-            written(first, 21)
+            wait_stored(first, 21)
             first.kill()
         assert reader.lease("lost", 3)[1].hit_tokens == 0
         assert is_on(second)
@@ -131,7 +115,7 @@ def test_a_master_that_hangs_or_dies_costs_a_miss(master: MooncakeMaster) -> Non
         client_engine(sidecar.run_dir) as engine,
     ):
         engine.put("before")
-        written(sidecar, 3)
+        wait_stored(sidecar, 3)
         master.signal(signal.SIGSTOP)
         began_s = time.monotonic()
         assert engine.lease("elsewhere", 3)[1].hit_tokens == 0
@@ -171,19 +155,7 @@ def test_sigterm_while_the_master_hangs_ends_in_time(master: MooncakeMaster) -> 
         assert "hangs" in sidecar.process.tail()
 
 
-def test_a_device_that_is_not_there_is_refused(tmp_path: Path, capsys) -> None:
-    with make_sidecar(pool_bytes=16 << 20) as sidecar:
-        settings = {
-            "tiers.remote.url": "mooncake://127.0.0.1:1",
-            "tiers.remote.protocol": "rdma",
-            "tiers.remote.device": "mlx5_77",
-        }
-        flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-        code = run(
-            [
-                *("serve", "--run-dir", str(sidecar.run_dir), "--pool-name", sidecar.pool_name),
-                *("--pool-bytes", "16MiB", *flags),
-            ]
-        )
-    assert code == 2
-    assert "'mlx5_77' is not there" in capsys.readouterr().err
+def test_a_device_that_is_not_there_is_refused(capsys) -> None:
+    settings = {"tiers.remote.protocol": "rdma", "tiers.remote.device": "mlx5_77"}
+    flags = set_flags(settings_of("mooncake://127.0.0.1:1", settings))
+    assert "'mlx5_77' is not there" in refusal_of(flags, capsys)

@@ -5,65 +5,38 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
-from kvferry_sidecar.cli.commands import run
-from support.books import read_status, wait_settled
+from support.books import wait_settled
 from support.client_half import client_engine
-from support.redis_server import RedisServer, redis_server
-from support.sidecar import SidecarUnderTest, make_sidecar
+from support.redis_server import RedisServer
+from support.server import serving
+from support.sidecar import set_flags
+from support.slow_tiers import HUNG_S_MAX, is_on, refusal_of, sidecar_over, tier, wait_stored
 from support.waiting import wait_until
 
 CALL_MS = 500
-HUNG_S_MAX = 2.0  # what a hung store may cost one request, all in all
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    with redis_server(tmp_path) as found:
+    with serving(RedisServer(tmp_path)) as found:
         yield found
-
-
-@contextmanager
-def started(url: str, **changes: object) -> Iterator[SidecarUnderTest]:
-    """Yield a sidecar over the store that serves."""
-    settings = {"tiers.remote.url": url, "limits.stage_ms_max": 20_000} | {
-        name.replace("__", "."): value for name, value in changes.items()
-    }
-    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    with make_sidecar(pool_bytes=16 << 20, flags=flags) as sidecar:
-        sidecar.start()
-        yield sidecar
-
-
-def tier(sidecar: SidecarUnderTest) -> dict[str, Any]:
-    (found,) = read_status(sidecar.run_dir)["pipeline"]["tiers"]
-    return found
-
-
-def is_on(sidecar: SidecarUnderTest) -> bool:
-    return bool(tier(sidecar)["state"] == "on")
-
-
-def written(sidecar: SidecarUnderTest, objects: int) -> None:
-    wait_until(lambda: tier(sidecar)["counts"].get("put_objects", 0) >= objects, "all is stored")
 
 
 def test_one_node_saves_and_another_loads(server: RedisServer) -> None:
     with (
-        started(server.url) as first,
-        started(server.url) as second,
+        sidecar_over(server.url) as first,
+        sidecar_over(server.url) as second,
         client_engine(first.run_dir, engine_id="a") as writer,
         client_engine(second.run_dir, engine_id="b") as reader,
     ):
         prompts = [f"shared {number}" for number in range(6)]
         for prompt in prompts:
             writer.put(prompt)
-        written(first, 18)
+        wait_stored(first, 18)
         admission, answer = reader.lease(prompts[0], 3)
         assert (answer.hit_tokens, answer.sources) == (48, {"external": 48})
         assert reader.ended(reader.submit(reader.load_job(admission, (7, 8, 9)))).status == "done"
@@ -76,11 +49,11 @@ def test_one_node_saves_and_another_loads(server: RedisServer) -> None:
 
 def test_a_hung_store_costs_a_miss_and_comes_back(server: RedisServer) -> None:
     with (
-        started(server.url, limits__store_ms_max=CALL_MS, limits__stage_ms_max=200) as sidecar,
+        sidecar_over(server.url, limits__store_ms_max=CALL_MS, limits__stage_ms_max=200) as sidecar,
         client_engine(sidecar.run_dir) as engine,
     ):
         engine.put("before")
-        written(sidecar, 3)
+        wait_stored(sidecar, 3)
         server.signal(signal.SIGSTOP)
         began_s = time.monotonic()
         assert engine.lease("elsewhere", 3)[1].hit_tokens == 0
@@ -92,12 +65,12 @@ def test_a_hung_store_costs_a_miss_and_comes_back(server: RedisServer) -> None:
         assert engine.get("before") == 48, "the pool serves"
         server.signal(signal.SIGCONT)
         wait_until(lambda: is_on(sidecar), "it is used again")
-        written(sidecar, 6)
+        wait_stored(sidecar, 6)
         wait_settled(sidecar.run_dir)
 
 
 def test_a_store_that_dies_and_comes_back_empty(server: RedisServer) -> None:
-    with started(server.url) as sidecar, client_engine(sidecar.run_dir) as engine:
+    with sidecar_over(server.url) as sidecar, client_engine(sidecar.run_dir) as engine:
         server.kill()
         engine.put("while it was away")
         wait_until(lambda: not is_on(sidecar), "it is noticed")
@@ -106,12 +79,12 @@ def test_a_store_that_dies_and_comes_back_empty(server: RedisServer) -> None:
         server.start()
         wait_until(lambda: is_on(sidecar), "it is used again")
         engine.put("later")
-        written(sidecar, 3)
+        wait_stored(sidecar, 3)
 
 
 def test_a_store_that_is_away_at_the_start(server: RedisServer) -> None:
     server.kill()
-    with started(server.url) as sidecar, client_engine(sidecar.run_dir) as engine:
+    with sidecar_over(server.url) as sidecar, client_engine(sidecar.run_dir) as engine:
         engine.put("served")
         assert engine.get("served") == 48
         server.start()
@@ -120,7 +93,7 @@ def test_a_store_that_is_away_at_the_start(server: RedisServer) -> None:
 
 def test_sigterm_while_the_store_hangs_ends_in_time(server: RedisServer) -> None:
     with (
-        started(server.url, limits__drain_ms_max=1000) as sidecar,
+        sidecar_over(server.url, limits__drain_ms_max=1000) as sidecar,
         client_engine(sidecar.run_dir) as engine,
     ):
         epoch = engine.wait_ready()
@@ -136,17 +109,17 @@ def test_sigterm_while_the_store_hangs_ends_in_time(server: RedisServer) -> None
 
 def test_sizes_and_times_are_bounded(server: RedisServer) -> None:
     with (
-        started(server.url, tiers__remote__value_bytes_max=4096) as sidecar,
+        sidecar_over(server.url, tiers__remote__value_bytes_max=4096) as sidecar,
         client_engine(sidecar.run_dir, page_bytes=8192) as engine,
     ):
         engine.put("too large")
         wait_until(lambda: tier(sidecar)["counts"].get("put_too_large") == 3, "it is counted")
     with (
-        started(server.url, tiers__remote__ttl_s=3600) as sidecar,
+        sidecar_over(server.url, tiers__remote__ttl_s=3600) as sidecar,
         client_engine(sidecar.run_dir) as engine,
     ):
         engine.put("kept for an hour")
-        written(sidecar, 3)
+        wait_stored(sidecar, 3)
         with redis.Redis(port=server.port, protocol=2) as client:
             ttls = [client.ttl(key) for key in client.scan_iter()]
         assert len(ttls) == 3
@@ -154,9 +127,10 @@ def test_sizes_and_times_are_bounded(server: RedisServer) -> None:
 
 
 def test_a_full_store_refuses_puts_and_nothing_else(tmp_path: Path) -> None:
+    limit = ("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     with (
-        redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server,
-        started(server.url) as sidecar,
+        serving(RedisServer(tmp_path, *limit)) as server,
+        sidecar_over(server.url) as sidecar,
         client_engine(sidecar.run_dir, page_bytes=256 << 10) as engine,
     ):
         for number in range(4):
@@ -174,15 +148,7 @@ def test_a_full_store_refuses_puts_and_nothing_else(tmp_path: Path) -> None:
         ("redis://127.0.0.1/one", "cannot be read"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(url, text, tmp_path, capsys) -> None:
-    with make_sidecar(pool_bytes=16 << 20) as sidecar:
-        code = run(
-            [
-                *("serve", "--run-dir", str(sidecar.run_dir), "--pool-name", sidecar.pool_name),
-                *("--pool-bytes", "16MiB", "--set", f"tiers.remote.url={url}"),
-            ]
-        )
-    assert code == 2
-    told = capsys.readouterr().err
+def test_what_cannot_be_is_refused_by_name(url, text, capsys) -> None:
+    told = refusal_of(set_flags({"tiers.remote.url": url}), capsys)
     assert text in told
     assert "secret" not in told

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.redis_server import free_port
+from support.server import ServerProcess, free_port
 from support.waiting import wait_until
 
 
@@ -23,17 +20,16 @@ def need_mooncake() -> str:
     return str(Path(mooncake.store.__file__).parent / "mooncake_master")
 
 
-class MooncakeMaster:
-    """One port of 127.0.0.1 (or of ``host``); ``start`` and ``kill`` may follow each other."""
+class MooncakeMaster(ServerProcess):
+    """One port of 127.0.0.1 (or of ``host``)."""
 
     def __init__(self, folder: Path, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> None:
+        super().__init__()
         self._program = need_mooncake()
         self._log = folder / "master.log"
         self._prefix = prefix  # to run it in a network namespace
         self.host = host
-        self.port = free_port()
         self.url = f"mooncake://{host}:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it and return when it listens."""
@@ -50,31 +46,9 @@ class MooncakeMaster:
         if not self._prefix:
             wait_until(self._listens, "the master listens")
 
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
     def _listens(self) -> bool:
         try:
             socket.create_connection((self.host, self.port), 1).close()
         except OSError:
             return False
         return True
-
-
-@contextmanager
-def mooncake_master(folder: Path) -> Iterator[MooncakeMaster]:
-    """Yield a master that listens."""
-    master = MooncakeMaster(folder)
-    master.start()
-    try:
-        yield master
-    finally:
-        master.kill()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.server import ServerProcess
 from support.waiting import wait_until
 
 
@@ -22,16 +20,15 @@ def need_redis() -> str:
     return found
 
 
-class RedisServer:
-    """One port of 127.0.0.1; ``start`` and ``kill`` may follow each other."""
+class RedisServer(ServerProcess):
+    """One port of 127.0.0.1, and further options of the server's."""
 
     def __init__(self, folder: Path, *options: str) -> None:
+        super().__init__()
         self._program = need_redis()
         self._folder = folder
         self._options = options
-        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it and return when it answers."""
@@ -45,17 +42,6 @@ class RedisServer:
         )
         wait_until(self._answers, "redis answers")
 
-    def signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), 1) as peer:
@@ -63,21 +49,3 @@ class RedisServer:
                 return peer.recv(16).startswith((b"+PONG", b"-NOAUTH"))
         except OSError:
             return False
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody had a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
-    """Yield a server that answers."""
-    server = RedisServer(folder, *options)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,11 @@ from support.logs import watch_log
 from support.waiting import wait_until
 
 POOL_BYTES = 128 << 20
+
+
+def set_flags(settings: Mapping[str, object]) -> list[str]:
+    """Return the command line's words for values by their dotted keys."""
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
 class SidecarUnderTest:

@@ -1,0 +1,53 @@
+"""A server of the test's own on one port: stopped, frozen and restarted at will."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+Server = TypeVar("Server", bound="ServerProcess")
+
+
+class ServerProcess:
+    """One process after the other; ``start`` and ``kill`` may follow each other."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and return when it serves."""
+        raise NotImplementedError
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it, also when it is frozen or has not been started."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """Start a server and yield it; it is gone afterwards."""
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()

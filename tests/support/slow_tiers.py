@@ -1,0 +1,54 @@
+"""A sidecar with one slower tier: how it is started or refused, and what its status says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from kvferry_sidecar.cli.commands import run
+from support.books import read_status
+from support.sidecar import SidecarUnderTest, make_sidecar, running_sidecar, set_flags
+from support.waiting import wait_until
+
+HUNG_S_MAX = 2.0  # what a hung store may cost one request, all in all
+POOL_BYTES = 16 << 20
+
+
+def settings_of(url: str, changes: Mapping[str, object]) -> dict[str, object]:
+    """Return a remote store's settings; ``changes`` by keys with __ for each dot."""
+    return {"tiers.remote.url": url, "limits.stage_ms_max": 20_000} | {
+        name.replace("__", "."): value for name, value in changes.items()
+    }
+
+
+@contextmanager
+def sidecar_over(url: str, **changes: object) -> Iterator[SidecarUnderTest]:
+    """Yield a sidecar over the remote store that serves."""
+    flags = set_flags(settings_of(url, changes))
+    with running_sidecar(pool_bytes=POOL_BYTES, flags=flags) as sidecar:
+        yield sidecar
+
+
+def refusal_of(flags: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what `kvferry serve` says when it refuses the flags."""
+    with make_sidecar(pool_bytes=POOL_BYTES) as sidecar:
+        place = ("--run-dir", str(sidecar.run_dir), "--pool-name", sidecar.pool_name)
+        assert run(["serve", *place, "--pool-bytes", str(POOL_BYTES), *flags]) == 2
+    return capsys.readouterr().err
+
+
+def tier(sidecar: SidecarUnderTest) -> dict[str, Any]:
+    """Return the status of the only slower tier."""
+    (found,) = read_status(sidecar.run_dir)["pipeline"]["tiers"]
+    return found
+
+
+def is_on(sidecar: SidecarUnderTest) -> bool:
+    return bool(tier(sidecar)["state"] == "on")
+
+
+def wait_stored(sidecar: SidecarUnderTest, objects: int) -> None:
+    """Wait until that many objects were put since the sidecar started."""
+    wait_until(lambda: tier(sidecar)["counts"].get("put_objects", 0) >= objects, "all is stored")
