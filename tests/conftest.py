@@ -1,11 +1,26 @@
-"""Shared by all tests: the logs of child processes are shown with a failing test."""
+"""Shared by all tests: the logs of child processes are shown with a failing test; a fake GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from support.logs import tail, watched
+
+if TYPE_CHECKING:
+    from support.fake_cuda import FakeGpu
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    """A GPU made of host memory; what was allocated or made to fail ends with the test."""
+    from support.fake_cuda import FakeGpu  # most tests need neither a compiler nor the connector
+
+    gpu = FakeGpu()
+    yield gpu
+    gpu.fail("", 0)
+    gpu.free_all()
 
 
 @pytest.hookimpl(wrapper=True)

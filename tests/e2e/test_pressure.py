@@ -16,11 +16,6 @@ TINY_BLOCKS = 10  # one of them is vLLM's null block
 
 
 @pytest.fixture(scope="module")
-def texts() -> Texts:
-    return Texts()
-
-
-@pytest.fixture(scope="module")
 def alone() -> Iterator[EngineUnderTest]:
     """An engine with plenty of room and no connector: what the output should be."""
     with running_engine() as engine:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kvferry_demo.processes import unlink_pool
-from support.engine import BLOCK_TOKENS, EngineUnderTest, Texts, hit_of, running_engine
+from support.engine import BLOCK_TOKENS, EngineUnderTest, Texts, hit_of
 from support.redis_server import RedisServer
 from support.server import serving
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
@@ -40,23 +40,6 @@ def sidecar(folder: Path, server: RedisServer) -> Iterator[SidecarUnderTest]:
     }
     with running_sidecar(flags=set_flags(settings)) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def writer(sidecar: SidecarUnderTest) -> Iterator[EngineUnderTest]:
-    with running_engine(sidecar.run_dir) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def reader(sidecar: SidecarUnderTest) -> Iterator[EngineUnderTest]:
-    with running_engine(sidecar.run_dir) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def texts() -> Texts:
-    return Texts()
 
 
 def tier_counts(sidecar: SidecarUnderTest) -> dict[str, Counter[str]]:

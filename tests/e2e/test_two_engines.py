@@ -34,23 +34,6 @@ def sidecar() -> Iterator[SidecarUnderTest]:
         yield one
 
 
-@pytest.fixture(scope="module")
-def writer(sidecar: SidecarUnderTest) -> Iterator[EngineUnderTest]:
-    with running_engine(sidecar.run_dir) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def reader(sidecar: SidecarUnderTest) -> Iterator[EngineUnderTest]:
-    with running_engine(sidecar.run_dir) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def texts() -> Texts:
-    return Texts()
-
-
 @pytest.fixture(autouse=True)
 def nothing_left(
     sidecar: SidecarUnderTest, writer: EngineUnderTest, reader: EngineUnderTest

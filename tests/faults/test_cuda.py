@@ -25,13 +25,6 @@ PROMPT = "a prompt on a GPU"
 
 
 @pytest.fixture
-def gpu() -> Iterator[FakeGpu]:
-    gpu = FakeGpu()
-    yield gpu
-    gpu.free_all()
-
-
-@pytest.fixture
 def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarUnderTest]:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(library().parent))
     with running_sidecar(pool_bytes=64 << 20, flags=GPU) as found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -27,14 +27,6 @@ CALLS = (
     "cuIpcGetMemHandle",
     "cuDeviceGetUuid_v2",
 )
-
-
-@pytest.fixture
-def gpu() -> Iterator[FakeGpu]:
-    gpu = FakeGpu()
-    yield gpu
-    gpu.fail("", 0)
-    gpu.free_all()
 
 
 @pytest.fixture

@@ -39,14 +39,6 @@ gpu.free_all()
 
 
 @pytest.fixture
-def gpu() -> Iterator[FakeGpu]:
-    gpu = FakeGpu()
-    yield gpu
-    gpu.fail("", 0)
-    gpu.free_all()
-
-
-@pytest.fixture
 def memories(gpu: FakeGpu) -> CudaMemories:
     return CudaMemories(Driver(str(library())), LOG)
 
