@@ -168,3 +168,22 @@ def make_config(
             tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni"
         ),
     )  # fmt: skip
+
+
+WINDOWS: dict[str, list[Any]] = {
+    "full and window": [full(16), swa(16, 40)],
+    "wide full": [full(32), swa(16, 40)],
+    "wide window": [full(16), swa(32, 33)],
+    "two windows": [full(16), swa(16, 17), swa(16, 90)],
+    "window alone": [swa(16, 40)],
+    "full and chunked": [full(16), chunked(16, 64)],
+    "reference window": [rswa(16, 40)],
+}
+STATES: dict[str, list[Any]] = {
+    "full and state": [full(16), mamba(16)],
+    "scratch": [full(16), mamba(16, scratch=2)],
+    "wide full and state": [full(64), mamba(64)],
+    "two sorts of states": [full(16), mamba(16), mamba(16, scratch=1)],
+    "state alone": [mamba(16)],
+    "window too": [full(16), swa(16, 40), mamba(16)],
+}

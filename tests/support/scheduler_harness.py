@@ -278,3 +278,8 @@ def loads_of(node: ScriptedNode) -> list[tuple[str, int, int]]:
         for job in node.jobs
         if isinstance(job, hot.LoadJob)
     ]
+
+
+def states_of(node: ScriptedNode) -> list[int]:
+    """The boundaries of the states that were handed over, in order."""
+    return [state.end_tokens for job in node.jobs for state in getattr(job, "hand_offs", ())]
