@@ -13,7 +13,6 @@ from kvferry_sidecar.config import load
 from kvferry_sidecar.errors import ConfigError, RequestError
 from kvferry_sidecar.faults.rules import Book, parse, parse_all, rules_max
 from kvferry_sidecar.settings import Setting
-from support.books import wait_settled
 from support.client_half import ClientEngine, client_engine
 from support.kit import ENABLED, Kit
 from support.sidecar import SidecarUnderTest, running_sidecar
@@ -33,14 +32,6 @@ def sidecar() -> Iterator[SidecarUnderTest]:
 def engine(sidecar: SidecarUnderTest) -> Iterator[ClientEngine]:
     with client_engine(sidecar.run_dir) as found:
         yield found
-
-
-@pytest.fixture
-def kit(sidecar: SidecarUnderTest) -> Iterator[Kit]:
-    kit = Kit(sidecar.run_dir)
-    yield kit
-    kit.rules()
-    wait_settled(sidecar.run_dir)
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,6 @@ def sidecar() -> Iterator[SidecarUnderTest]:
 
 
 @pytest.fixture
-def kit(sidecar: SidecarUnderTest) -> Iterator[Kit]:
-    kit = Kit(sidecar.run_dir)
-    yield kit
-    kit.rules()
-
-
-@pytest.fixture
 def engine(
     sidecar: SidecarUnderTest, kit: Kit, request: pytest.FixtureRequest
 ) -> Iterator[ClientEngine]:

@@ -35,6 +35,17 @@ def outcome(bed, worker):
     return found
 
 
+def saved():
+    """A save has ended, and its outcome was sent once."""
+    bed, engine = Bed(), make_engine()
+    worker = engine.workers[0]
+    job, raw = bed.save_job(engine, 1, [1])
+    bed.submit(worker, job, raw)
+    bed.run_copies()
+    first = outcome(bed, worker)
+    return bed, worker, job, first
+
+
 def test_a_repeated_submit_changes_nothing_and_a_late_one_is_refused():
     bed, engine = Bed(), make_engine()
     worker = engine.workers[0]
@@ -52,12 +63,7 @@ def test_a_repeated_submit_changes_nothing_and_a_late_one_is_refused():
 
 
 def test_outcomes_are_sent_again_until_acknowledged():
-    bed, engine = Bed(), make_engine()
-    worker = engine.workers[0]
-    job, raw = bed.save_job(engine, 1, [1])
-    bed.submit(worker, job, raw)
-    bed.run_copies()
-    first = outcome(bed, worker)
+    bed, worker, job, first = saved()
     assert bed.pass_s(0.3) < math.inf
     assert bed.take(Outcome, worker) == [first]
     bed.pass_s(0.1)
@@ -68,12 +74,7 @@ def test_outcomes_are_sent_again_until_acknowledged():
 
 
 def test_a_heartbeat_acknowledges_what_no_message_did():
-    bed, engine = Bed(), make_engine()
-    worker = engine.workers[0]
-    job, raw = bed.save_job(engine, 1, [1])
-    bed.submit(worker, job, raw)
-    bed.run_copies()
-    first = outcome(bed, worker)
+    bed, worker, job, first = saved()
     bed.pipeline.on_beat(worker, Heartbeat(1, 0, [], [job.job + 1]), bed.now_s)
     bed.pass_s(0.3)
     assert bed.take(Outcome, worker) == [first]

@@ -25,6 +25,16 @@ def bed_with(chunks: int = 4, *, sources=("disk",), **fields) -> tuple[Bed, obje
     return bed, engine
 
 
+def reading(chunks: int = 4, **fields) -> tuple[Bed, object]:
+    """A request waits for the prompt: its tier has found it, and reads of it are out."""
+    bed, engine = bed_with(chunks, **fields)
+    bed.probe(engine, 1, 1, chunks)
+    ask(bed, engine)
+    bed.slow[0].finish_all()
+    bed.pipeline.on_stores(bed.now_s)
+    return bed, engine
+
+
 def ask(bed, engine, admission=1, local=0, most=1 << 20, seq=1) -> list[Answer]:
     """Ask; returns the answer, if it came at once."""
     return bed.say(engine.scheduler, Ask(admission, seq, local, most))
@@ -85,12 +95,8 @@ def test_sources_are_split_by_tier():
 
 
 def test_the_answer_comes_in_time_with_what_is_complete():
-    bed, engine = bed_with(12)
-    bed.probe(engine, 1, 1, 12)
-    ask(bed, engine)
+    bed, engine = reading(12)
     slow = bed.slow[0]
-    bed.slow[0].finish_all()  # the find
-    bed.pipeline.on_stores(bed.now_s)
     first, *_ = slow.of_kind(Get)
     slow.finish(first)
     bed.pipeline.on_stores(bed.now_s)
@@ -113,12 +119,8 @@ def test_the_answer_comes_in_time_with_what_is_complete():
 
 def test_what_was_brought_is_kept_until_the_answer():
     """Other saves fill the pool meanwhile: they must not evict what the ask waits for."""
-    bed, engine = bed_with(8, slots=12)
-    bed.probe(engine, 1, 1, 8)
-    ask(bed, engine)
+    bed, engine = reading(8, slots=12)
     slow = bed.slow[0]
-    slow.finish_all()
-    bed.pipeline.on_stores(bed.now_s)
     first, *_ = slow.of_kind(Get)
     slow.finish(first)
     bed.pipeline.on_stores(bed.now_s)
@@ -144,12 +146,8 @@ def test_two_requests_for_the_same_prefix_fetch_it_once():
 
 
 def test_a_miss_of_what_was_found_shortens_the_answer():
-    bed, engine = bed_with()
-    bed.probe(engine, 1, 1, 4)
-    ask(bed, engine)
+    bed, engine = reading()
     slow = bed.slow[0]
-    slow.finish_all()
-    bed.pipeline.on_stores(bed.now_s)
     del slow.stored[list(slow.stored)[2]]
     bed.run_stores()
     (answer,) = answers(bed)
@@ -159,12 +157,7 @@ def test_a_miss_of_what_was_found_shortens_the_answer():
 
 
 def test_a_released_request_waits_for_nothing_and_its_slots_stay_its_calls():
-    bed, engine = bed_with()
-    bed.probe(engine, 1, 1, 4)
-    ask(bed, engine)
-    slow = bed.slow[0]
-    slow.finish_all()
-    bed.pipeline.on_stores(bed.now_s)
+    bed, engine = reading()
     bed.say(engine.scheduler, Release([1]))
     bed.pass_s(10 * STAGE_S)
     assert answers(bed) == []
@@ -176,12 +169,7 @@ def test_a_released_request_waits_for_nothing_and_its_slots_stay_its_calls():
 
 @pytest.mark.parametrize("gone", ["bye", "dead"])
 def test_an_engine_that_goes_leaves_nothing(gone):
-    bed, engine = bed_with()
-    bed.probe(engine, 1, 1, 4)
-    ask(bed, engine)
-    slow = bed.slow[0]
-    slow.finish_all()
-    bed.pipeline.on_stores(bed.now_s)
+    bed, engine = reading()
     for peer in (engine.scheduler, *engine.workers):
         leave = bed.pipeline.on_bye if gone == "bye" else bed.pipeline.on_peer_dead
         leave(peer, bed.now_s)
@@ -207,11 +195,7 @@ def test_a_drain_answers_at_once_and_flushes():
 
 
 def test_the_bytes_being_staged_are_bounded():
-    bed, engine = bed_with(12, limits=Limits(stage_bytes_max=8 * 2048))
-    bed.probe(engine, 1, 1, 12)
-    ask(bed, engine)
-    bed.slow[0].finish_all()
-    bed.pipeline.on_stores(bed.now_s)
+    bed, engine = reading(12, limits=Limits(stage_bytes_max=8 * 2048))
     assert len(bed.slow[0].of_kind(Get)) == 2  # of 4 chunks of 2 KiB each
     bed.run_stores()
     (answer,) = answers(bed)
@@ -267,12 +251,8 @@ def test_a_final_failure_switches_off_for_good():
 
 def test_late_calls_keep_their_slots_and_switch_the_tier_off():
     limits = Limits(abandoned_calls_max=2)
-    bed, engine = bed_with(12, limits=limits)
+    bed, engine = reading(12, limits=limits)
     slow = bed.slow[0]
-    bed.probe(engine, 1, 1, 12)
-    ask(bed, engine)
-    slow.finish_all()
-    bed.pipeline.on_stores(bed.now_s)
     assert len(slow.of_kind(Get)) == 3
     bed.pass_s(STAGE_S)
     assert [answer.hit_tokens for answer in answers(bed)] == [0]
