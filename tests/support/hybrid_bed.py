@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from kvferry_connector.wire.hot import (
     HandOff,
     LoadJob,
     Outcome,
     OutcomeAck,
     Probe,
+    Release,
     SaveJob,
     TableSlice,
 )
@@ -16,10 +20,14 @@ from kvferry_sidecar.masks.load import load_mask, skipped_tokens
 from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
 from kvferry_sidecar.sessions.rules import rules_of
-from support.pipeline_bed import BLOCK, HASH_BYTES, Bed, Engine, chain, table, value_of
+from support.pipeline_bed import BLOCK, HASH_BYTES, Bed, Engine, chain, make_engine, table, value_of
 
 LOADED = 500  # the block id of chunk 0 in a load; a save's chunk i is in block i + 1
 SCRATCH = 900  # of the first scratch block
+
+
+def bed_and_engine(kinds: Sequence[dict[str, Any]], **options: Any) -> tuple[Bed, Engine]:
+    return Bed(slots=256), make_engine(kinds=kinds, num_blocks=1000, **options)
 
 
 def rules(engine: Engine) -> Rules:
@@ -142,3 +150,19 @@ def assert_loaded(engine: Engine, prompt: int, total: int, local: int = 0) -> No
         }
         found = {block: value for block, value in layout.values.items() if block >= LOADED}
         assert found == expected, (rank, group)
+
+
+def check_repeated_prompt(kinds: Sequence[dict[str, Any]], tokens: int) -> None:
+    """A prompt that was saved hits at its replay boundary, and two ranks load all of it."""
+    bed, engine = bed_and_engine(kinds, ranks=2)
+    save(bed, engine, 1, tokens)
+    probe(bed, engine, 1, 1, tokens)
+    step = rules(engine).scheduler_block
+    total = hit(bed, engine, 1, tokens)
+    assert total == (tokens - 1) // step * step
+    needed = sum(load_mask(rule, total_tokens=total).sum() for rule in rules(engine).groups)
+    assert bed.pipeline.snapshot().leased_entries == needed
+    assert [end.status for end in load(bed, engine, 1, total)] == ["done", "done"]
+    assert_loaded(engine, 1, total)
+    bed.say(engine.scheduler, Release([1]))
+    bed.assert_clean()

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 from kvferry_connector.wire.hot import Release
-from kvferry_sidecar.masks.load import load_mask
-from support.hybrid_bed import assert_loaded, hit, load, probe, rules, save
+from support.hybrid_bed import (
+    assert_loaded,
+    bed_and_engine,
+    check_repeated_prompt,
+    hit,
+    load,
+    probe,
+    save,
+)
 from support.pipeline_bed import BLOCK, Bed, make_engine
 
 FULL = {"kind": "full"}
@@ -30,25 +37,10 @@ MODELS = {
 }
 
 
-def bed_and_engine(kinds, **options):
-    return Bed(slots=256), make_engine(kinds=kinds, num_blocks=1000, **options)
-
-
 @pytest.mark.parametrize("tokens", [200, 256, 257])
 @pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS.keys())
 def test_a_repeated_prompt_hits_at_its_replay_boundary(kinds, tokens):
-    bed, engine = bed_and_engine(kinds, ranks=2)
-    save(bed, engine, 1, tokens)
-    probe(bed, engine, 1, 1, tokens)
-    step = rules(engine).scheduler_block
-    total = hit(bed, engine, 1, tokens)
-    assert total == (tokens - 1) // step * step
-    needed = sum(load_mask(rule, total_tokens=total).sum() for rule in rules(engine).groups)
-    assert bed.pipeline.snapshot().leased_entries == needed
-    assert [end.status for end in load(bed, engine, 1, total)] == ["done", "done"]
-    assert_loaded(engine, 1, total)
-    bed.say(engine.scheduler, Release([1]))
-    bed.assert_clean()
+    check_repeated_prompt(kinds, tokens)
 
 
 @pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS.keys())

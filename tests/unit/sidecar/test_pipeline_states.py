@@ -7,15 +7,15 @@ from kvferry_connector.wire.hot import (
     HandOff,
     Outcome,
     OutcomeAck,
-    Release,
     SaveJob,
     TableSlice,
 )
-from kvferry_sidecar.masks.load import load_mask
 from support.hybrid_bed import (
     LOADED,
     SCRATCH,
     assert_loaded,
+    bed_and_engine,
+    check_repeated_prompt,
     hit,
     load,
     probe,
@@ -23,7 +23,7 @@ from support.hybrid_bed import (
     save,
     scratch,
 )
-from support.pipeline_bed import HASH_BYTES, Bed, chain, make_engine, table, value_of
+from support.pipeline_bed import HASH_BYTES, chain, table, value_of
 
 FULL = {"kind": "full"}
 SWA = {"kind": "swa", "window_tokens": 32, "save_rule": "held"}
@@ -40,10 +40,6 @@ MODELS = {
 }
 
 
-def bed_and_engine(kinds, **options):
-    return Bed(slots=256), make_engine(kinds=kinds, num_blocks=1000, **options)
-
-
 def chunks_leased(bed, engine, admission=1):
     """Chunks of each group under the lease."""
     lease = bed.pipeline._core.leases.get((engine.session.life, admission))
@@ -53,18 +49,7 @@ def chunks_leased(bed, engine, admission=1):
 @pytest.mark.parametrize("tokens", [200, 256, 257])
 @pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS.keys())
 def test_a_repeated_prompt_hits_at_its_replay_boundary(kinds, tokens):
-    bed, engine = bed_and_engine(kinds, ranks=2)
-    save(bed, engine, 1, tokens)
-    probe(bed, engine, 1, 1, tokens)
-    step = rules(engine).scheduler_block
-    total = hit(bed, engine, 1, tokens)
-    assert total == (tokens - 1) // step * step
-    needed = sum(load_mask(rule, total_tokens=total).sum() for rule in rules(engine).groups)
-    assert bed.pipeline.snapshot().leased_entries == needed
-    assert [end.status for end in load(bed, engine, 1, total)] == ["done", "done"]
-    assert_loaded(engine, 1, total)
-    bed.say(engine.scheduler, Release([1]))
-    bed.assert_clean()
+    check_repeated_prompt(kinds, tokens)
 
 
 def test_a_state_is_loaded_also_where_the_attention_before_it_is_local():
