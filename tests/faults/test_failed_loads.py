@@ -10,16 +10,15 @@ from kvferry_connector.wire.hot import Release
 from support.books import read_status, wait_settled
 from support.client_half import ClientEngine, client_engine
 from support.kit import ENABLED, Kit
-from support.sidecar import SidecarUnderTest, running_sidecar
+from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 
 BLOCKS, FIRST, SECOND = (1, 2, 3), (4, 5, 6), (7, 8, 9)
-LIMITS = ("copy_ms_max=300", "fence_ms_max=300")
+LIMITS = {"limits.copy_ms_max": 300, "limits.fence_ms_max": 300}
 
 
 @pytest.fixture(scope="module")
 def sidecar() -> Iterator[SidecarUnderTest]:
-    flags = [word for one in LIMITS for word in ("--set", f"limits.{one}")]
-    with running_sidecar(pool_bytes=32 << 20, flags=(*flags, *ENABLED)) as found:
+    with running_sidecar(pool_bytes=32 << 20, flags=(*set_flags(LIMITS), *ENABLED)) as found:
         yield found
 
 

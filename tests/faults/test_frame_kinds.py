@@ -18,7 +18,7 @@ from support.books import read_status, wait_settled
 from support.client_half import client_engine
 from support.kit import ENABLED, Kit
 from support.patient_engine import PatientEngine
-from support.sidecar import SidecarUnderTest, running_sidecar
+from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
 
 FAULTS = (
@@ -32,8 +32,7 @@ FAULTS = (
 
 @pytest.fixture(scope="module")
 def sidecar() -> Iterator[SidecarUnderTest]:
-    limits = ("outcome_resend_ms=50", "lease_idle_ms_max=2000")
-    flags = [word for one in limits for word in ("--set", f"limits.{one}")]
+    flags = set_flags({"limits.outcome_resend_ms": 50, "limits.lease_idle_ms_max": 2000})
     with running_sidecar(pool_bytes=32 << 20, flags=(*flags, *ENABLED)) as found:
         yield found
 
@@ -99,7 +98,8 @@ def _unacked(sidecar: SidecarUnderTest) -> int:
 
 
 def test_the_watermark_refuses_what_the_tombstones_no_longer_name() -> None:
-    flags = ("--set", "limits.tombstones_max=8", "--set", "limits.outcome_resend_ms=50", *ENABLED)
+    limits = set_flags({"limits.tombstones_max": 8, "limits.outcome_resend_ms": 50})
+    flags = (*limits, *ENABLED)
     with (
         running_sidecar(pool_bytes=8 << 20, flags=flags) as sidecar,
         client_engine(sidecar.run_dir) as client,

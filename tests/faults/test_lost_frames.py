@@ -22,7 +22,7 @@ from kvferry_connector.wire.hot import (
 from support.books import read_status, wait_settled
 from support.client_half import ClientEngine, client_engine
 from support.kit import ENABLED, Kit
-from support.sidecar import SidecarUnderTest, running_sidecar
+from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
 
 IDLE_MS = 1_500
@@ -30,7 +30,7 @@ IDLE_MS = 1_500
 
 @pytest.fixture(scope="module")
 def sidecar() -> Iterator[SidecarUnderTest]:
-    flags = ("--set", f"limits.lease_idle_ms_max={IDLE_MS}", "--set", "limits.outcome_resend_ms=50")
+    flags = set_flags({"limits.lease_idle_ms_max": IDLE_MS, "limits.outcome_resend_ms": 50})
     with running_sidecar(pool_bytes=16 << 20, flags=(*flags, *ENABLED)) as found:
         yield found
 

@@ -19,7 +19,7 @@ from support.books import descriptors, resident_bytes, wait_settled
 from support.chaos import Chaos
 from support.engine import EngineUnderTest, Texts, ask, running_engine
 from support.kit import ENABLED
-from support.sidecar import SidecarUnderTest, running_sidecar
+from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(0)]
 
@@ -33,8 +33,8 @@ GROWTH_BYTES_MAX = 48 << 20
 
 @pytest.fixture
 def sidecar() -> Iterator[SidecarUnderTest]:
-    limits = ("copy_ms_max=2000", "ranks_wait_ms_max=2000", "drain_ms_max=3000")
-    flags = [word for one in limits for word in ("--set", f"limits.{one}")]
+    limits = {"copy_ms_max": 2000, "ranks_wait_ms_max": 2000, "drain_ms_max": 3000}
+    flags = set_flags({f"limits.{name}": value for name, value in limits.items()})
     with running_sidecar(pool_bytes=POOL_BYTES, flags=(*flags, *ENABLED)) as found:
         yield found
 

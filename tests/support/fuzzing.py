@@ -15,7 +15,7 @@ from kvferry_connector.wire.attach import ToPeer
 from support.books import descriptors, read_status, resident_bytes, wait_settled
 from support.hot_engine import HotEngine
 from support.raw_half import KvMemory, RawStream, attach_pair
-from support.sidecar import SidecarUnderTest, running_sidecar
+from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
 
 # Small, so that an attack reaches them within seconds.
@@ -136,7 +136,7 @@ class Target:
 @contextmanager
 def fuzz_target() -> Iterator[Target]:
     """Yield a sidecar with a witness; it must drain in order at the end."""
-    flags = [part for name, value in LIMITS.items() for part in ("--set", f"limits.{name}={value}")]
+    flags = set_flags({f"limits.{name}": value for name, value in LIMITS.items()})
     with running_sidecar(pool_bytes=16 << 20, flags=flags) as sidecar:
         target = Target(sidecar)
         yield target

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from kvferry_sidecar.cli.commands import run
 from support.books import read_status
+from support.client_half import ClientEngine
 from support.sidecar import SidecarUnderTest, make_sidecar, running_sidecar, set_flags
 from support.waiting import wait_until
 
@@ -52,3 +54,24 @@ def is_on(sidecar: SidecarUnderTest) -> bool:
 def wait_stored(sidecar: SidecarUnderTest, objects: int) -> None:
     """Wait until that many objects were put since the sidecar started."""
     wait_until(lambda: tier(sidecar)["counts"].get("put_objects", 0) >= objects, "all is stored")
+
+
+def check_hung(
+    sidecar: SidecarUnderTest, engine: ClientEngine, hang: Callable[[], None]
+) -> dict[str, Any]:
+    """A store that hangs from now on costs a miss, in time; the pool serves meanwhile.
+
+    Returns the tier's status as it was when the sidecar had noticed.
+    """
+    engine.put("before")
+    wait_stored(sidecar, 3)
+    hang()
+    began_s = time.monotonic()
+    assert engine.lease("elsewhere", 3)[1].hit_tokens == 0
+    assert time.monotonic() - began_s < HUNG_S_MAX
+    wait_until(lambda: not is_on(sidecar), "it is noticed")
+    noticed = tier(sidecar)
+    engine.put("meanwhile")
+    assert engine.get("meanwhile") == 48
+    assert engine.get("before") == 48, "the pool serves"
+    return noticed
