@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,16 @@ def engine_of(
     return HotEngine(*halves, memory, life), list(halves)
 
 
+@contextmanager
+def engine_on(sidecar: SidecarUnderTest, memory: KvMemory, engine_id: str) -> Iterator[HotEngine]:
+    """Yield an engine over the memory, which is closed when the engine has left."""
+    engine, halves = engine_of(sidecar, memory, engine_id)
+    yield engine
+    for half in halves:
+        half.leave()
+    memory.close()
+
+
 def device_mappings(sidecar: SidecarUnderTest) -> int:
     return Path(f"/proc/{sidecar.process.pid}/maps").read_text().count("kvferry-fake-gpu")
 
@@ -55,51 +66,44 @@ def test_what_a_gpu_saved_another_gpu_and_a_host_load_after_a_kill(
     sidecar.kill(signal.SIGKILL)
     sidecar.restart()
     for engine_id, other in (("gpu", GpuKvMemory(gpu, offset=0)), ("host", KvMemory())):
-        engine, halves = engine_of(sidecar, other, engine_id)
-        assert engine.get(PROMPT) == 48, "the pool's bytes are the same wherever they came from"
-        for half in halves:
-            half.leave()
-        other.close()
+        with engine_on(sidecar, other, engine_id) as engine:
+            assert engine.get(PROMPT) == 48, "the pool's bytes are the same wherever they came from"
     wait_settled(sidecar.run_dir)
     memory.close()
 
 
 def test_a_save_waits_for_the_word_of_the_stream(sidecar: SidecarUnderTest, gpu: FakeGpu) -> None:
     memory = GpuKvMemory(gpu)
-    engine, halves = engine_of(sidecar, memory, "fenced")
-    blocks = (1, 2, 3)
-    job = engine.submit(engine.save_job(PROMPT, blocks, step=4))
-    memory.done(3)
-    engine.put("another, whose word has come", (7, 8))
-    assert not [message for message in halves[1].drain() if getattr(message, "job", 0) == job]
-    engine.fill(PROMPT, blocks)
-    memory.done(4)
-    assert engine.ended(job).status == "done"
-    assert engine.get(PROMPT) == 48
-    for half in halves:
-        half.leave()
-    memory.close()
+    with engine_on(sidecar, memory, "fenced") as engine:
+        blocks = (1, 2, 3)
+        job = engine.submit(engine.save_job(PROMPT, blocks, step=4))
+        memory.done(3)
+        engine.put("another, whose word has come", (7, 8))
+        assert not [
+            message for message in engine.worker.drain() if getattr(message, "job", 0) == job
+        ]
+        engine.fill(PROMPT, blocks)
+        memory.done(4)
+        assert engine.ended(job).status == "done"
+        assert engine.get(PROMPT) == 48
 
 
 def test_a_damaged_object_never_reaches_the_gpu(sidecar: SidecarUnderTest, gpu: FakeGpu) -> None:
     memory = GpuKvMemory(gpu)
-    engine, halves = engine_of(sidecar, memory, "damaged")
-    engine.put(PROMPT)
-    admission, answer = engine.lease(PROMPT, 3)
-    assert answer.hit_tokens == 48
-    payload = engine.content(PROMPT, 1)
-    with Path("/dev/shm", sidecar.pool_name).open("r+b") as pool:
-        at = pool.read().index(payload)
-        pool.seek(at + 9)
-        pool.write(bytes([payload[9] ^ 1]))
-    engine.wipe((4, 5, 6))
-    before = memory.read(5)
-    outcome = engine.ended(engine.submit(engine.load_job(admission, (4, 5, 6))))
-    assert (outcome.status, outcome.reason) == ("failed", "checksum")
-    assert memory.read(5) == before
-    for half in halves:
-        half.leave()
-    memory.close()
+    with engine_on(sidecar, memory, "damaged") as engine:
+        engine.put(PROMPT)
+        admission, answer = engine.lease(PROMPT, 3)
+        assert answer.hit_tokens == 48
+        payload = engine.content(PROMPT, 1)
+        with Path("/dev/shm", sidecar.pool_name).open("r+b") as pool:
+            at = pool.read().index(payload)
+            pool.seek(at + 9)
+            pool.write(bytes([payload[9] ^ 1]))
+        engine.wipe((4, 5, 6))
+        before = memory.read(5)
+        outcome = engine.ended(engine.submit(engine.load_job(admission, (4, 5, 6))))
+        assert (outcome.status, outcome.reason) == ("failed", "checksum")
+        assert memory.read(5) == before
 
 
 def test_memory_is_closed_when_the_engine_leaves(sidecar: SidecarUnderTest, gpu: FakeGpu) -> None:
@@ -143,11 +147,7 @@ def test_a_sidecar_that_serves_no_gpu_says_why_and_serves_hosts(
     memory = GpuKvMemory(gpu)
     with running_sidecar(pool_bytes=64 << 20, flags=flags) as sidecar:
         assert text in refusal_of(sidecar, memory).message
-        host = KvMemory()
-        engine, halves = engine_of(sidecar, host, "host")
-        engine.put(PROMPT)
-        assert engine.get(PROMPT) == 48
-        for half in halves:
-            half.leave()
-        host.close()
+        with engine_on(sidecar, KvMemory(), "host") as engine:
+            engine.put(PROMPT)
+            assert engine.get(PROMPT) == 48
     memory.close()
