@@ -164,7 +164,7 @@ class Saver:
                 self._count("pinned_blocks_max")
                 end = fits
                 if end <= start:
-                    return unit
+                    return 1  # pins are freed step by step, and the request may end soon
             self._save_span(tracked, end, link, step)
         return max(1, tracked.saved_tokens + unit - known)
 

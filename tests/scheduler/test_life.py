@@ -32,6 +32,16 @@ def test_chunked_prefill_saves_each_chunk_once(engine: SchedulerUnderTest) -> No
     engine.assert_idle()
 
 
+def test_what_no_pin_was_left_for_is_saved_as_soon_as_one_is(tmp_path: Path) -> None:
+    """Each prefill step finds the pins of the one before; the request ends soon after the last."""
+    engine = SchedulerUnderTest(tmp_path, pinned_blocks_max=4)
+    engine.node.save_steps = 2
+    engine.add("a", PROMPT, max_tokens=6)
+    engine.run()
+    assert len(engine.node.store) == 12
+    engine.assert_idle()
+
+
 def test_generated_tokens_are_saved_when_their_block_is_full(engine: SchedulerUnderTest) -> None:
     engine.add("a", PROMPT[:30], max_tokens=40)
     engine.run()
