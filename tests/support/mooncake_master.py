@@ -16,7 +16,7 @@ def need_mooncake() -> str:
     try:
         import mooncake.store
     except ImportError as error:
-        pytest.skip(f"mooncake cannot be loaded: {error}")
+        pytest.skip(f"no Mooncake client ({error}); it needs the package libibverbs1")
     return str(Path(mooncake.store.__file__).parent / "mooncake_master")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -12,16 +13,16 @@ from typing import TypeVar
 Server = TypeVar("Server", bound="ServerProcess")
 
 
-class ServerProcess:
+class ServerProcess(ABC):
     """One process after the other; ``start`` and ``kill`` may follow each other."""
 
     def __init__(self) -> None:
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
+    @abstractmethod
     def start(self) -> None:
         """Start it and return when it serves."""
-        raise NotImplementedError
 
     def signal(self, number: int) -> None:
         assert self._process is not None

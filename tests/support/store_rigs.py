@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,7 +89,7 @@ def get(store: Store, items: list[Item]) -> list[bool]:
 
 
 @dataclass
-class Rig:
+class Rig(ABC):
     """One store under test."""
 
     store: Store
@@ -97,8 +98,8 @@ class Rig:
     slow: ClassVar[bool] = False  # starts and ends in seconds: shared by tests, and emptied
 
     def empty(self) -> None:
-        """Forget everything that is stored."""
-        raise NotImplementedError
+        """Forget everything that is stored; one that is made for each test has nothing."""
+        assert not self.slow, "a rig that tests share says how it is emptied"
 
     def damage(self, item: Item) -> None:
         """Make what is stored under the item's key another object's bytes."""
@@ -108,9 +109,9 @@ class Rig:
         self.store.remove([item.key])
         assert self.store.put([Item(item.key, item.seed, wrong.address, item.form)], [header])
 
+    @abstractmethod
     def reopen(self) -> None:
         """Open the store anew, as the next process would."""
-        raise NotImplementedError
 
     def close(self) -> None:
         self.store.close()
