@@ -1,8 +1,9 @@
-"""A worker half in a process of its own: ``python engine_child.py RUN_DIR LIFE INSTANCE``.
+"""A worker half in a process of its own: ``python engine_child.py RUN_DIR LIFE INSTANCE [gpu]``.
 
-Attaches as rank 0, then obeys lines on stdin: ``save PROMPT`` puts a prompt, ``load ADMISSION``
-submits a load of 3 blocks that waits for a step which never comes, ``fork`` leaves a child that
-holds everything, ``again`` attaches a second time. Answers with one line each.
+Attaches as rank 0 (with memory of the fake GPU where a fourth argument says ``gpu``), then obeys
+lines on stdin: ``save PROMPT`` puts a prompt, ``load ADMISSION`` submits a load of 3 blocks that
+waits for a step which never comes, ``fork`` leaves a child that holds everything, ``again``
+attaches a second time. Answers with one line each.
 """
 
 from __future__ import annotations
@@ -24,9 +25,16 @@ class WorkerChild:
     """The process, seen from the test."""
 
     def __init__(
-        self, run_dir: Path, life: bytes, *, instance: str = "one", prefix: Sequence[str] = ()
+        self,
+        run_dir: Path,
+        life: bytes,
+        *,
+        instance: str = "one",
+        prefix: Sequence[str] = (),
+        gpu: bool = False,
     ) -> None:
-        child = (sys.executable, "-m", "support.engine_child", str(run_dir), life.hex(), instance)
+        child = [sys.executable, "-m", "support.engine_child", str(run_dir), life.hex(), instance]
+        child += ["gpu"] * gpu
         self.process = subprocess.Popen(
             [*prefix, *child],
             stdin=subprocess.PIPE,
@@ -52,7 +60,7 @@ class WorkerChild:
 
 def main() -> None:
     run_dir, life = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
-    memory = KvMemory()
+    memory = _gpu_memory() if "gpu" in sys.argv[4:] else KvMemory()
 
     def attached() -> RawHalf:
         half = RawHalf(run_dir, 0, instance_id=sys.argv[3], memory=memory)
@@ -81,6 +89,12 @@ def main() -> None:
             print(heir, flush=True)
         elif verb == "again":
             attached()
+
+
+def _gpu_memory() -> KvMemory:
+    from support.fake_cuda import FakeGpu, GpuKvMemory  # builds the driver: seconds
+
+    return GpuKvMemory(FakeGpu())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""A proven death gives an engine's GPU memory back; a stopped engine and a lost stream do not.
+
+The engine is a process of its own with memory of the fake GPU. What is asked is the order: whoever
+is told that the engine is gone finds its memory closed, in the same turn of the sidecar's loop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvferry_connector.wire.attach import Ready
+from support.books import read_status, wait_settled
+from support.engine_child import WorkerChild
+from support.fake_cuda import library
+from support.hot_engine import HotEngine
+from support.raw_half import KvMemory, RawHalf, engine_registration
+from support.sidecar import SidecarUnderTest, running_sidecar
+from support.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def sidecar() -> Iterator[SidecarUnderTest]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LD_LIBRARY_PATH", str(library().parent))
+        with running_sidecar(pool_bytes=16 << 20, flags=("--set", "copy.gpu=true")) as found:
+            yield found
+
+
+@contextmanager
+def engine_of_two(
+    sidecar: SidecarUnderTest, instance: str
+) -> Iterator[tuple[HotEngine, WorkerChild]]:
+    """Yield a scheduler half here and its worker half on the fake GPU in a process of its own."""
+    life = os.urandom(16)
+    scheduler = RawHalf(sidecar.run_dir, instance_id=instance)
+    scheduler.attach()
+    scheduler.register(engine_registration([0], life))
+    child = WorkerChild(sidecar.run_dir, life, instance=instance, gpu=True)
+    try:
+        assert child.do("") == "registered"
+        scheduler.stream.expect(Ready)
+        yield HotEngine(scheduler, scheduler, KvMemory(), life), child
+    finally:
+        child.kill()
+        scheduler.close()
+        for left in Path("/dev/shm").glob(f"kvferry-fake-gpu-{child.process.pid}-*"):
+            left.unlink()
+
+
+def mappings(sidecar: SidecarUnderTest, pid: int) -> int:
+    maps = Path(f"/proc/{sidecar.process.pid}/maps").read_text()
+    return maps.count(f"kvferry-fake-gpu-{pid}-")
+
+
+def workers(sidecar: SidecarUnderTest) -> list[dict[str, Any]]:
+    sessions = read_status(sidecar.run_dir)["sessions"]
+    return [half for s in sessions for half in s["halves"] if half["role"] == "worker"]
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["idle", "load-waits"])
+def test_memory_is_closed_with_the_proof_of_death(
+    sidecar: SidecarUnderTest, in_flight: bool
+) -> None:
+    with engine_of_two(sidecar, f"dies-{in_flight}") as (engine, child):
+        pid = child.process.pid
+        assert mappings(sidecar, pid) == 1
+        if in_flight:
+            assert child.do("save prompt") == "saved"
+            admission, answer = engine.lease("prompt", 3)
+            assert answer.hit_tokens == 48
+            assert child.do(f"load {admission}") == "running"
+        os.kill(pid, signal.SIGSTOP)
+        assert mappings(sidecar, pid) == 1, "a stopped engine keeps what is its own"
+        assert len(workers(sidecar)) == 1
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not workers(sidecar), "the worker is proven dead")
+        assert mappings(sidecar, pid) == 0, "its whole KV memory would stay allocated"
+    wait_settled(sidecar.run_dir)
+
+
+def test_the_next_engine_maps_its_own_memory(sidecar: SidecarUnderTest) -> None:
+    with engine_of_two(sidecar, "first") as (_, child):
+        assert child.do("save next") == "saved"
+    with engine_of_two(sidecar, "second") as (engine, child):
+        assert mappings(sidecar, child.process.pid) == 1
+        _, answer = engine.lease("next", 3)
+        assert answer.hit_tokens == 48, "what the first saved outlives its memory"
