@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from kvferry_connector.wire.hot import Release
 from support.books import wait_settled
 from support.client_half import client_engine
 from support.redis_server import RedisServer
@@ -57,6 +58,64 @@ def test_a_hung_store_costs_a_miss_and_comes_back(server: RedisServer) -> None:
         wait_until(lambda: is_on(sidecar), "it is used again")
         wait_stored(sidecar, 6)
         wait_settled(sidecar.run_dir)
+
+
+def test_an_object_that_fails_after_the_lookup_shortens_what_is_offered(
+    server: RedisServer,
+) -> None:
+    """A remote error is never a failed load: blocks are offered only for what has come."""
+    with (
+        sidecar_over(server.url) as first,
+        sidecar_over(server.url) as second,
+        client_engine(first.run_dir, engine_id="a") as writer,
+        client_engine(second.run_dir, engine_id="b") as reader,
+        redis.Redis(port=server.port, protocol=2) as client,
+    ):
+        known: set[bytes] = set()
+        for number, spoil in enumerate((client.delete, lambda key: client.set(key, b"junk"))):
+            prompt = f"lost {number}"
+            writer.put(prompt)
+            wait_stored(first, 3 * (number + 1))
+            admission = reader.next_admission()
+            reader.probe(admission, prompt, 3)
+            assert reader.hint(admission, 3).hit_tokens == 48, "the lookup found all of it"
+            keys = {key: client.get(key) for key in set(client.keys()) - known}
+            known.update(keys)
+            (middle,) = (key for key, value in keys.items() if writer.content(prompt, 1) in value)
+            spoil(middle)
+            seq = reader.ask(admission, 48)
+            assert reader.answer(seq).hit_tokens == 16, "the chunk before the lost one"
+            load = reader.submit(reader.load_job(admission, (7,)))
+            assert reader.ended(load).status == "done"
+            assert reader.holds(prompt, (7,))
+            reader.scheduler.send(Release([admission]))
+        books = wait_settled(second.run_dir)["pipeline"]["ledger"]
+        assert (books["failed"], books["done"]) == (0, 2)
+
+
+def test_a_store_that_dies_after_the_lookup_costs_a_miss_not_a_failed_load(
+    server: RedisServer,
+) -> None:
+    with (
+        sidecar_over(server.url) as first,
+        sidecar_over(server.url) as second,
+        client_engine(first.run_dir, engine_id="a") as writer,
+        client_engine(second.run_dir, engine_id="b") as reader,
+    ):
+        writer.put("prompt")
+        wait_stored(first, 3)
+        waiting = [reader.next_admission() for _ in range(2)]
+        for admission in waiting:
+            reader.probe(admission, "prompt", 3)
+            assert reader.hint(admission, 3).hit_tokens == 48
+        server.kill()
+        for admission in waiting:
+            assert reader.answer(reader.ask(admission, 48)).hit_tokens == 0
+            reader.scheduler.send(Release([admission]))
+        wait_until(lambda: not is_on(second), "it is noticed")
+        reader.put("prompt")
+        assert reader.get("prompt") == 48, "computed, saved and hit without the store"
+        assert wait_settled(second.run_dir)["pipeline"]["ledger"]["failed"] == 0
 
 
 def test_a_store_that_dies_and_comes_back_empty(server: RedisServer) -> None:

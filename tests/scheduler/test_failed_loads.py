@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kvferry_connector.wire import hot
-from support.scheduler_configs import full, swa
+from support.scheduler_configs import full, mamba, swa
 from support.scheduler_harness import SchedulerUnderTest, loads_of, saves_of
 from vllm.v1.request import RequestStatus
 
@@ -84,15 +84,58 @@ def test_each_group_in_turn_falls_back_to_what_all_have(
     engine.assert_idle()
 
 
-def test_two_requests_that_share_the_damaged_object_recover_once_each(tmp_path: Path) -> None:
-    engine = make(tmp_path)
-    damage(engine, 0, 7)
+@pytest.mark.parametrize(
+    ("retention", "group", "chunk", "offered"),
+    [
+        (0, 2, 11, []),  # the only state
+        (None, 2, 11, [176]),
+        (None, 1, 10, [160]),
+        (None, 0, 5, [80]),
+    ],
+    ids=["the only state", "state", "window", "full"],
+)
+def test_a_state_a_window_and_full_attention_fail_in_turn(
+    tmp_path: Path, retention: int | None, group: int, chunk: int, offered: list[int]
+) -> None:
+    engine = make(tmp_path, specs=[full(16), swa(16, 40), mamba(16)], retention=retention, batch=16)
+    damage(engine, group, chunk)
+    engine.add("b", PROMPT)
+    engine.run()
+    assert loads_of(engine.node) == [("b", 0, 192), *(("b", 0, total) for total in offered)]
+    assert engine.counts["loads_again"] == len(offered)
+    assert engine.counts["loads_failed"] == 1
+    assert engine.requests["b"].num_output_tokens == 4
+    engine.assert_idle()
+
+
+def test_a_state_that_fails_again_is_the_last_load(tmp_path: Path) -> None:
+    engine = make(tmp_path, specs=[full(16), mamba(16)], retention=None, batch=16)
+    damage(engine, 1, 11)
+    engine.add("b", PROMPT)
+    while len(loads_of(engine.node)) < 2:
+        engine.step()
+    damage(engine, 1, 10)
+    engine.run()
+    assert loads_of(engine.node) == [("b", 0, 192), ("b", 0, 176)]
+    assert (engine.counts["loads_failed"], engine.counts["loads_again"]) == (2, 1)
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("group", "chunk", "shorter"), [(0, 7, 112), (1, 10, 160), (2, 11, 176)],
+    ids=["full", "window", "state"],
+)  # fmt: skip
+def test_two_requests_that_share_the_damaged_object_recover_once_each(
+    tmp_path: Path, group: int, chunk: int, shorter: int
+) -> None:
+    engine = make(tmp_path, specs=[full(16), swa(16, 40), mamba(16)], retention=None, batch=16)
+    damage(engine, group, chunk)
     engine.add("b", PROMPT)
     engine.add("c", PROMPT)
     engine.run()
     loads = loads_of(engine.node)
     assert sorted(loads[:2]) == [("b", 0, 192), ("c", 0, 192)]
-    assert sorted(loads[2:]) == [("b", 0, 112), ("c", 0, 112)]
+    assert sorted(loads[2:]) == [("b", 0, shorter), ("c", 0, shorter)]
     assert engine.counts["loads_again"] == 2
     assert all(engine.requests[name].num_output_tokens == 4 for name in "bc")
     engine.assert_idle()

@@ -7,6 +7,7 @@ from kvferry_connector.wire.hot import (
     HandOff,
     Outcome,
     OutcomeAck,
+    Release,
     SaveJob,
     TableSlice,
 )
@@ -171,6 +172,35 @@ def test_scratch_is_never_written():
     probe(bed, engine, 1, 1, 200)
     assert load(bed, engine, 1, hit(bed, engine, 1, 200))[0].status == "done"
     assert not any(block >= SCRATCH for block in engine.layouts[0, 1].values)
+
+
+@pytest.mark.parametrize(
+    ("retention", "group", "shorter"),
+    [(0, 0, 0), (0, 1, 0), (0, 2, 0), (None, 0, 0), (None, 1, 176), (None, 2, 160)],
+)
+def test_each_kind_of_object_that_fails_names_what_is_still_complete(retention, group, shorter):
+    """Full attention, state and window in turn; two loads that share the object fail once each."""
+    bed, engine = bed_and_engine(MODELS["window too"], retention=retention)
+    save(bed, engine, 1, 200)
+    for admission in (1, 2):
+        probe(bed, engine, admission, 1, 200)
+        assert hit(bed, engine, admission, 200) == 192
+    lease = bed.pipeline._core.leases.get((engine.session.life, 1))
+    first = int(bed.pool.payload_offsets(lease.groups[group].entries[:1])[0])
+    bed.copies.memory[first] += 1
+    ends = [load(bed, engine, admission, 192)[0] for admission in (1, 2)]
+    assert [end.reason for end in ends] == ["checksum", "gone"], "the second reads nothing"
+    assert {end.shorter_tokens for end in ends} == {shorter}
+    bed.say(engine.scheduler, Release([1, 2]))
+    probe(bed, engine, 3, 1, 200)
+    assert hit(bed, engine, 3, 200) == shorter
+    if shorter:
+        assert load(bed, engine, 3, shorter)[0].status == "done"
+        bed.say(engine.scheduler, Release([3]))
+    (said,) = bed.log.errors
+    assert "checksum" in said
+    bed.log.errors.clear()
+    bed.assert_clean()
 
 
 # --- hits inside a block ----------------------------------------------------------------------
