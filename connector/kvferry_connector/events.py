@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvferry_connector.wire import hot
@@ -88,6 +92,12 @@ class KvEvents:
             for end in (start, *ends)
             if end
         ]
+        # What the hashes cover beside the tokens: adapter, images, salt. The first image may lie
+        # anywhere before the first object; from there on each search goes on where the last ended.
+        extra_keys, image = [], 0
+        for first, end in itertools.pairwise((start, *ends)):
+            keys, image = generate_block_hash_extra_keys(request, first, end, image)
+            extra_keys.append(keys)
         lora = request.lora_request
         return BlockStored(
             block_hashes=hashes[-len(ends) :],
@@ -97,8 +107,10 @@ class KvEvents:
             lora_id=lora.adapter_id if lora else None,
             medium=MEDIUM_CPU,
             lora_name=lora.name if lora else None,
+            extra_keys=to_event_extra_keys(extra_keys),
             group_idx=group,
             kv_cache_spec_kind=get_kv_cache_spec_kind(self._specs[group]).value,
             kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(self._specs[group]),
             locality="LOCAL",
+            session_id=request.session_id,
         )

@@ -7,27 +7,34 @@ from dataclasses import dataclass, replace
 import numpy as np
 from kvferry_connector.wire.hot import JobStatusName, LoadJob
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET
+from kvferry_native import KEY_BYTES
 from numpy.typing import NDArray
 
 from kvferry_sidecar.engines.base import CopyStatus, Direction
 from kvferry_sidecar.masks.kinds import Kind
 from kvferry_sidecar.masks.load import needed_chunks
+from kvferry_sidecar.masks.objects import Objects
+from kvferry_sidecar.masks.rules import GroupRule
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
-from kvferry_sidecar.plan.tables import Fault, load_blocks, read_tables
+from kvferry_sidecar.plan.tables import Fault, Table, load_blocks, read_tables
+from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.sessions.leases import Lease, LeaseKey
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.extents import rank_extents
-from kvferry_sidecar.stages.hits import stored_hit
+from kvferry_sidecar.stages.hits import keys_of, stored_hit
 from kvferry_sidecar.stages.looks import form_of
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
+
+_NO_KEYS: Keys = np.empty((0, KEY_BYTES), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupLoad:
     shape: GroupShape
     chunks: NDArray[np.int64]
+    keys: Keys  # (n, 16) of the entries; (0, 16) when the admission's are gone
     entries: NDArray[np.uint32]
     blocks: NDArray[np.int32]
     offsets: NDArray[np.uint64]  # of the whole stripes; a rank adds that of its shard
@@ -57,27 +64,46 @@ def open_load(
         return Decline(Reason.TABLES, tables.text)
     if unknown := set(tables) - {g.group for g in shape.groups}:
         return Decline(Reason.TABLES, f"groups {sorted(unknown)} do not exist")
+    admission = core.admissions.get(session.life, job.admission)
+    known = admission if admission is not None and admission.version == job.version else None
     groups = []
-    for shaped in shape.stored_groups():
+    for place, shaped in enumerate(shape.stored_groups()):
         rule = shape.rules.groups[shaped.group]
-        chunks = needed_chunks(rule, local_tokens=job.local_tokens, total_tokens=job.total_tokens)
-        entries = _leased_entries(lease, shaped, chunks, job.total_tokens)
-        if entries is None:
-            return Decline(Reason.LEASE, f"group {shaped.group}: a chunk is not leased")
-        blocks = load_blocks(
-            tables,
-            shaped.group,
-            rule,
-            span=(job.local_tokens, job.total_tokens),
-            scratch_slots=shaped.scratch_blocks,
-            num_blocks=shaped.num_blocks,
-        )
-        if isinstance(blocks, Fault):
-            return Decline(Reason.TABLES, blocks.text)
-        offsets, seeds = core.pool.payload_offsets(entries), core.pool.seeds(entries)
-        groups.append(_GroupLoad(shaped, chunks, entries, blocks, offsets, seeds))
+        keys = known.keys[place] if known is not None else None
+        load = _open_group(core, lease, (shaped, rule), job, (tables, keys))
+        if isinstance(load, Decline):
+            return load
+        groups.append(load)
     lease.job = job.job
     return LoadWork(core, shape, lease, job, groups)
+
+
+def _open_group(
+    core: Core,
+    lease: Lease,
+    group: tuple[GroupShape, GroupRule],
+    job: LoadJob,
+    known: tuple[dict[int, Table], Keys | None],
+) -> _GroupLoad | Decline:
+    (shaped, rule), (tables, keys) = group, known
+    chunks = needed_chunks(rule, local_tokens=job.local_tokens, total_tokens=job.total_tokens)
+    leased = _leased(lease, shaped, chunks, job.total_tokens)
+    if leased is None:
+        return Decline(Reason.LEASE, f"group {shaped.group}: a chunk is not leased")
+    entries, ends = leased
+    blocks = load_blocks(
+        tables,
+        shaped.group,
+        rule,
+        span=(job.local_tokens, job.total_tokens),
+        scratch_slots=shaped.scratch_blocks,
+        num_blocks=shaped.num_blocks,
+    )
+    if isinstance(blocks, Fault):
+        return Decline(Reason.TABLES, blocks.text)
+    named = _NO_KEYS if keys is None else keys_of(shaped, keys, Objects(chunks, ends))
+    offsets, seeds = core.pool.payload_offsets(entries), core.pool.seeds(entries)
+    return _GroupLoad(shaped, chunks, named, entries, blocks, offsets, seeds)
 
 
 class LoadWork:
@@ -153,13 +179,10 @@ class LoadWork:
             )
             tokens = self._job.total_tokens - self._job.local_tokens
             self._core.breaker.loaded(run.session.key, tokens, seconds)
-        admission = self._core.admissions.get(run.session.life, self._job.admission)
-        if admission is None or admission.version != self._job.version or not run.all_done():
-            return
-        for load, keys in zip(self._groups, admission.keys, strict=True):
-            if len(load.chunks) and load.chunks[-1] < len(keys):
-                used = np.ascontiguousarray(keys[load.chunks])
-                self._core.behind.reused(used, form_of(load.shape.stripe))
+            for load in self._groups:
+                if len(load.keys):
+                    used = np.ascontiguousarray(load.keys)
+                    self._core.behind.reused(used, form_of(load.shape.stripe))
 
     def _corrupt(self, bad: list[tuple[int, int]]) -> End:
         """Doom what was read from the first chunk whose bytes differ; before it all is good.
@@ -171,6 +194,7 @@ class LoadWork:
         for group_index, bad_index in bad:
             load = self._groups[group_index]
             self._drop(load.entries[bad_index:])
+            self._core.announcer.left(load.keys[bad_index:].tobytes())
             shorter = min(shorter, int(load.chunks[bad_index]) * load.shape.block_tokens)
             self._core.log.error(
                 "checksum mismatch",
@@ -203,12 +227,13 @@ class LoadWork:
         return End(JobStatusName.FAILED, reason, shorter)
 
 
-def _leased_entries(
+def _leased(
     lease: Lease, shape: GroupShape, chunks: NDArray[np.int64], total_tokens: int
-) -> NDArray[np.uint32] | None:
-    """Return the lease's entries of these chunks (ascending), or None when one is missing.
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]] | None:
+    """Return the lease's entries of these chunks (ascending) and their ends, or None.
 
-    A state is right at its own end only; attention that reaches further holds what is before.
+    None when one is missing. A state is right at its own end only; attention that reaches further
+    holds what is before.
     """
     for leased in lease.groups:
         if leased.group == shape.group:
@@ -218,5 +243,5 @@ def _leased_entries(
                 return None
             if shape.kind == Kind.MAMBA and (leased.ends[at] != total_tokens).any():
                 return None
-            return leased.entries[at]
+            return leased.entries[at], leased.ends[at]
     return None

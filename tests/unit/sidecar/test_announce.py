@@ -90,3 +90,22 @@ def test_nobody_is_told_after_the_scheduler_half_is_gone():
     bed.pipeline.on_peer_dead(engine.scheduler, bed.now_s)
     bed.pipeline.clear_pool()
     assert bed.take(Removed) == []
+
+
+def test_what_a_load_finds_damaged_is_told_as_removed_once():
+    bed, engine = bed_and_engine()
+    save(bed, engine, 1, [1, 2, 3, 4])
+    bed.take(Stored)
+    bed.probe(engine, 1, prompt=1, chunks=4)
+    assert bed.ask(engine, 1).hit_tokens == 4 * BLOCK
+    job, raw = bed.load_job(engine, 1, [5, 6, 7, 8])
+    bed.submit(engine.workers[0], job, raw)
+    of_first_group = min(bed.copies.running.items())[1].extents
+    bed.copies.memory[int(of_first_group.pool_offsets[2])] += 1
+    bed.run_copies()
+    assert [message.hashes for message in bed.take(Removed, engine.scheduler)] == [
+        {0: names(1, 4)[2:]}  # what lies behind the damage goes with it
+    ]
+    bed.pipeline.clear_pool()
+    (gone,) = bed.take(Removed, engine.scheduler)
+    assert gone.hashes == {0: names(1, 2), 1: names(1, 4)}
