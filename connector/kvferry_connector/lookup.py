@@ -147,6 +147,7 @@ class Lookup:
             num_tokens=request.num_tokens,
             hash_bytes=len(hashes[0]),
             predecessor=b"",
+            trace=(request.trace_headers or {}).get("traceparent", ""),
         )
         if not self._send(link, message, (b"".join(hashes),)):
             return False

@@ -214,6 +214,7 @@ class EngineRequest(Protocol):
     block_hashes: Sequence[bytes]
     skip_reading_prefix_cache: bool
     shared_prefix_boundary: int
+    trace_headers: Mapping[str, str] | None
 
     @property
     def num_tokens(self) -> int:

@@ -27,16 +27,13 @@ from kvferry_sidecar.desk import Desk, Parts
 from kvferry_sidecar.doctor import report
 from kvferry_sidecar.engines.base import CopyEngine, PoolSpan
 from kvferry_sidecar.engines.several import SeveralCopyEngines
-from kvferry_sidecar.errors import ExitCode, HttpError
+from kvferry_sidecar.errors import ExitCode
 from kvferry_sidecar.faults.kit import FaultKit
+from kvferry_sidecar.front import Front
 from kvferry_sidecar.geometry.validate import validate_rank
 from kvferry_sidecar.keys.namespace import namespace_digest
 from kvferry_sidecar.loop import READ, Loop, Signals, wait_s_max
 from kvferry_sidecar.observe import log as logs
-from kvferry_sidecar.observe.http.guard import read_token
-from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
-from kvferry_sidecar.observe.http.window import Window
-from kvferry_sidecar.observe.mailbox import Mailbox
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.quarantine import Quarantine
 from kvferry_sidecar.reload import Reloader
@@ -101,28 +98,22 @@ class App:
         raise_descriptor_limit(limits)
         self._loop = Loop(self._on_error, idle_s_max=min(wait_s_max, limits.stall_ms_max / 4000))
         stack.callback(self._loop.close)
-        self._open_http(stack)
+        self._front = Front(
+            loaded,
+            self._loop,
+            doctor=lambda: report.examine(self._config),
+            degraded=self._degraded,
+            log=log,
+            stack=stack,
+        )
+        self._front.open_traces(config, self.epoch)
         self._segment = self._open_pool(stack)
         stack.callback(self._loop.end_watch)  # after the copies stopped, before the pool goes
         self._faults = FaultKit(config.faults, self._loop, log)
         self._pool = self._faults.pool(self._segment.pool)
         self._slow = self._open_slow_tiers(stack)
         self._copies = self._open_copies(stack)
-        quarantine = Quarantine(config.run_dir, self._degraded, log)
-        self._pipeline = Pipeline(
-            pool=self._pool,
-            copies=self._copies,
-            send=self._send,
-            limits=limits,
-            log=log,
-            tiers=[
-                Tier(t.name, t.source, t.runner, t.policy, reason=t.reason)
-                for t in self._slow.tiers
-            ],
-            modes=config.loads,
-            quarantined=quarantine.namespaces,
-            on_difference=quarantine.add,
-        )
+        self._pipeline = self._build_pipeline()
         self._loop.watch(
             self._copies.wake_fd(), READ, lambda _, now_s: self._pipeline.on_copies(now_s)
         )
@@ -150,47 +141,13 @@ class App:
         """Turn the loop until a signal ends it; returns the exit code."""
         self._loop.watch_progress(self._config.limits.stall_ms_max)
         with Signals(self._loop, self._on_signal):
-            self._window.desk = self._desk
+            self._front.serve(self._desk)
             code = int(self._loop.run())
-        self._http.close()
+        self._front.close(self._pipeline.records.all())
         self._log.info("stopped", exit_code=code)
         return code
 
     # --- building ----------------------------------------------------------------------------
-
-    def _open_http(self, stack: contextlib.ExitStack) -> None:
-        """Bind and serve first of all: probes are answered while the pool is made."""
-        config, http = self._config, self._config.http
-        self._token = read_token(http.token_file)
-        self._mailbox = Mailbox()
-        stack.callback(self._mailbox.close)
-        self._loop.watch(self._mailbox.fd, READ, self._mailbox.on_wake)
-        stall_s_max = config.limits.loop_stall_ms_max / 1000
-        self._window = Window(self._mailbox, lambda: self._loop.last_turn_at_s, stall_s_max)
-        self._window.doctor = lambda: report.examine(self._config)
-        self._http = HttpServer(self._window, lambda: self._token, self._log)
-        stack.callback(self._http.close)
-        path = locks.http_path(config.run_dir)
-        self._http.add(bind_unix(path), "local")
-        stack.callback(path.unlink, missing_ok=True)
-        if http.listen:
-            self._listen("http.listen", http.listen, "all")
-        if http.probes_listen:
-            self._listen("http.probes_listen", http.probes_listen, "probes")
-        self._http.start()
-
-    def _listen(self, key: str, address: str, what: str) -> None:
-        """Serve on an address. One that nobody chose may be taken: engines matter more."""
-        try:
-            listener = bind_tcp(key, address)
-        except HttpError as error:
-            if self._reloader.loaded.origins[key] != "default":
-                raise
-            self._degraded["http"] = error.message
-            self._log.warning("no HTTP", error=error.message, remedy=error.remedy)
-            return
-        self._http.add(listener, what)
-        self._log.info("HTTP", setting=key, address="{}:{}".format(*listener.getsockname()[:2]))
 
     def _build_desk(self) -> None:
         self._desk = Desk(
@@ -210,6 +167,7 @@ class App:
             drain=self._drain,
             reload=self._reloader.reload,
             faults=self._faults,
+            traces=self._front.traces,
             log=self._log,
         )
 
@@ -260,6 +218,24 @@ class App:
 
         stack.callback(close)
         return slow
+
+    def _build_pipeline(self) -> Pipeline:
+        config = self._config
+        quarantine = Quarantine(config.run_dir, self._degraded, self._log)
+        return Pipeline(
+            pool=self._pool,
+            copies=self._copies,
+            send=self._send,
+            limits=config.limits,
+            log=self._log,
+            tiers=[
+                Tier(t.name, t.source, t.runner, t.policy, reason=t.reason)
+                for t in self._slow.tiers
+            ],
+            modes=config.loads,
+            quarantined=quarantine.namespaces,
+            on_difference=quarantine.add,
+        )
 
     def _build_sessions(self, stack: contextlib.ExitStack) -> None:
         config, limits = self._config, self._config.limits
@@ -340,7 +316,7 @@ class App:
     def _on_signal(self, number: int, now_s: float) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGHUP:
-            self._token = self._token_again()
+            self._front.read_token_again(self._config.http.token_file)
             self._reloader.reload()
             return
         if self._asked:
@@ -356,14 +332,6 @@ class App:
         if self._drain_until_s is None:
             self._drain_until_s = now_s + self._config.limits.drain_ms_max / 1000 + drain_grace_s
             self._pipeline.drain(now_s)
-
-    def _token_again(self) -> str:
-        """Return the token as it is now; one that cannot be read stays as it was."""
-        try:
-            return read_token(self._config.http.token_file)
-        except HttpError as error:
-            self._log.error("token kept", error=error.message, remedy=error.remedy)
-            return self._token
 
     def _socket_tick(self, now_s: float) -> float:
         """End where nobody can reach us any more: whoever supervises us starts a new one."""

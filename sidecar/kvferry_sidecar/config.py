@@ -93,6 +93,14 @@ class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_file: str
 
 
+class TracesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Traces of requests by OTLP over HTTP; "" switches them off. See observe/traces.py."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern=r"^$|^https?://[^\s/]+(/\S*)?$")]
+    sample_percent: Annotated[int, msgspec.Meta(ge=0, le=100)]
+    slow_ms: _Positive
+
+
 class FaultsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fault injection, for tests: docs/faults.md. Rules are separated by ``;``."""
 
@@ -114,6 +122,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loads: LoadModes
     log: LogConfig
     http: HttpConfig
+    traces: TracesConfig
     faults: FaultsConfig
     limits: Limits
 
@@ -283,6 +292,9 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "http.listen": HTTP_LISTEN,
         "http.probes_listen": "",
         "http.token_file": "",
+        "traces.endpoint": "",
+        "traces.sample_percent": 1,
+        "traces.slow_ms": 1000,
         "faults.enabled": False,
         "faults.rules": "",
         "faults.seed": 1,

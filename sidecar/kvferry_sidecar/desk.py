@@ -21,7 +21,8 @@ from kvferry_sidecar.loop import Loop
 from kvferry_sidecar.observe import log as logs
 from kvferry_sidecar.observe import status
 from kvferry_sidecar.observe.reading import LoopView, Reading
-from kvferry_sidecar.observe.status import Document
+from kvferry_sidecar.observe.status import Document, TracesStatus
+from kvferry_sidecar.observe.traces import Traces
 from kvferry_sidecar.outcomes.records import Hot, Record
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.sessions.attach import AttachServer
@@ -96,6 +97,7 @@ class Desk:
         drain: Callable[[float], None],
         reload: Callable[[bool], dict[str, object]],
         faults: FaultKit,
+        traces: Traces | None = None,
         log: Log,
     ) -> None:
         self._parts = parts
@@ -107,6 +109,7 @@ class Desk:
         self._drain = drain
         self._reload = reload
         self._faults = faults
+        self._traces = traces
         self._log = log
         self._started_s = time.time()
         self._began_s = time.monotonic()
@@ -125,6 +128,7 @@ class Desk:
             taken_s=now_s,
             started_s=self._started_s,
             findings=self._findings,
+            traces=self._traces.reading() if self._traces is not None else None,
         )
 
     def status(self, now_s: float) -> bytes:
@@ -215,7 +219,14 @@ class Desk:
             state=state_of(snapshot.draining, self._degraded),
             uptime_s=now_s - self._began_s,
             degraded=dict(self._degraded),
+            traces=self._traces_status(),
         )
+
+    def _traces_status(self) -> TracesStatus | None:
+        if self._traces is None:
+            return None
+        reading = self._traces.reading()
+        return TracesStatus(reading.endpoint, reading.error, dict(reading.counts))
 
     def _loop_view(self) -> LoopView:
         parts, stats = self._parts, self._parts.loop.stats()

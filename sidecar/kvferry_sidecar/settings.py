@@ -18,6 +18,7 @@ may_be_empty = (
     "http.listen",
     "http.probes_listen",
     "http.token_file",
+    "traces.endpoint",
     "tiers.disk.paths",
     "tiers.remote.url",
     "tiers.remote.password_file",

@@ -57,6 +57,15 @@ def test_prompt_shorter_than_a_block_says_nothing(engine: SchedulerUnderTest) ->
     engine.assert_idle()
 
 
+def test_a_trace_context_travels_with_the_hashes(engine: SchedulerUnderTest) -> None:
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    engine.add("a", PROMPT, trace_headers={"traceparent": parent, "tracestate": "x=1"})
+    engine.add("b", PROMPT[16:])
+    engine.run()
+    traces = {probe.request: probe.trace for probe in engine.node.sent(hot.Probe)}
+    assert traces == {"a": parent, "b": ""}
+
+
 def test_hit_is_loaded_and_not_saved_again(warm: SchedulerUnderTest) -> None:
     warm.add("b", PROMPT)
     warm.run()

@@ -48,6 +48,7 @@ class HotEngine:
     def __init__(self, scheduler: HotHalf, worker: HotHalf, memory: KvMemory, life: bytes) -> None:
         self.scheduler, self.worker, self.memory, self.life = scheduler, worker, memory, life
         self.version = NO_VERSION
+        self.trace = ""  # a traceparent for the probes that follow
         self._jobs = self._admissions = self._asks = 0
 
     def next_job(self) -> int:
@@ -136,6 +137,7 @@ class HotEngine:
             num_tokens=total * BLOCK_TOKENS + 1,
             hash_bytes=HASH_BYTES,
             predecessor=known[start - 1] if start else b"",
+            trace=self.trace,
         )
         self.scheduler.send(message, b"".join(known[start:]))
 

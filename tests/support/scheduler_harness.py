@@ -111,13 +111,19 @@ class SchedulerUnderTest:
         return self.scheduler.kv_cache_manager.block_pool
 
     def add(
-        self, name: str, tokens: Sequence[int], max_tokens: int = 4, **sampling: Any
+        self,
+        name: str,
+        tokens: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        trace_headers: dict[str, str] | None = None,
+        **sampling: Any,
     ) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
         params.update_from_generation_config({}, 2)
         request = Request(
             request_id=name, prompt_token_ids=list(tokens), sampling_params=params,
-            pooling_params=None, block_hasher=self._hasher,
+            pooling_params=None, block_hasher=self._hasher, trace_headers=trace_headers,
         )  # fmt: skip
         self.requests[name] = request
         self.scheduler.add_request(request)

@@ -89,6 +89,7 @@ class SimRequest:
     num_preemptions: int = 0
     skip_reading_prefix_cache: bool = False
     shared_prefix_boundary: int = 0
+    trace_headers: None = None
     blocks: list[list[SimBlock]] = field(default_factory=list)
     load: tuple[int, int, bytes] = (0, 0, b"")  # local, total, version
     in_flight: int = 0  # steps that run and name it

@@ -92,7 +92,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag="p"):
 
     ``predecessor`` is hash number ``start - 1`` (empty at 0): a gap or another chain is answered
     by ``NeedFull``. ``admission`` is unique in the life of the scheduler half and grows; each
-    admission starts with ``start == 0``.
+    admission starts with ``start == 0``. ``trace`` is the request's W3C traceparent, if it has one.
     """
 
     request: str
@@ -103,6 +103,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     num_tokens: int
     hash_bytes: int
     predecessor: bytes
+    trace: str = ""
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="a"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvferry_sidecar.doctor.finding import Finding
 from kvferry_sidecar.observe.status import Document
+from kvferry_sidecar.observe.traces import TracesReading
 from kvferry_sidecar.outcomes.histogram import HistogramReading
 from kvferry_sidecar.stages.snapshot import PipelineSnapshot
 
@@ -36,3 +37,4 @@ class Reading:
     taken_s: float
     started_s: float
     findings: tuple[Finding, ...] = ()  # of the doctor, at the start
+    traces: TracesReading | None = None

@@ -76,6 +76,14 @@ class PoolStatus(msgspec.Struct, frozen=True):
     slabs_free: int
 
 
+class TracesStatus(msgspec.Struct, frozen=True):
+    """Where traces go. ``counts``: sent, failed, not_kept; ``error``: why the last were lost."""
+
+    endpoint: str
+    error: str
+    counts: dict[str, int]
+
+
 class Document(msgspec.Struct, frozen=True):
     """Everything. ``epoch`` is hexadecimal: JSON readers lose 64-bit numbers."""
 
@@ -92,6 +100,7 @@ class Document(msgspec.Struct, frozen=True):
     state: str = ""  # ready, degraded or draining
     uptime_s: float = 0.0
     degraded: Mapping[str, str] = {}  # what is not well
+    traces: TracesStatus | None = None  # None: off
 
 
 def document(  # noqa: PLR0917 - one caller; the order is the document's

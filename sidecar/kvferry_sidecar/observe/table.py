@@ -203,6 +203,12 @@ COUNTERS = (
         (),
         one(lambda r: r.loop.log_lines_lost),
     ),
+    Row(
+        "traces",
+        "Requests that ended, by what became of their trace; nothing where traces are off.",
+        ("result",),
+        by(lambda r: r.traces.counts if r.traces is not None else {}),
+    ),
 )
 GAUGES = (
     Row(

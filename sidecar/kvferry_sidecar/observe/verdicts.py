@@ -43,6 +43,7 @@ class RecordView(msgspec.Struct, frozen=True):
     saved_objects: int = 0
     timeline: list[EventView] = []
     jobs_lost: int = 0
+    trace_id: str = ""  # of the trace that was sent
 
 
 def view(record: Record, now_s: float, *, timeline: bool) -> RecordView:
@@ -70,6 +71,7 @@ def view(record: Record, now_s: float, *, timeline: bool) -> RecordView:
         saved_objects=record.saved_objects,
         timeline=_timeline(record) if timeline else [],
         jobs_lost=record.jobs_lost,
+        trace_id=record.trace_id,
     )
 
 
@@ -82,6 +84,8 @@ def _timeline(record: Record) -> list[EventView]:
         detail = f"ask {record.asks}" if record.asks > 1 else ""
         answer = EventView(0.0, "answer", record.offered_tokens, detail=detail)
         points.append((record.answer_s, answer))
+    if record.held_s:
+        points.append((record.held_s, EventView(0.0, "stage-in", detail="waits for slower tiers")))
     if record.load_s:
         points.append((record.load_s, EventView(0.0, "load", record.offered_tokens)))
     points += [(job.ended_s, _job(job)) for job in list(record.jobs)]

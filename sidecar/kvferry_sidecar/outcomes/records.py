@@ -47,6 +47,7 @@ class Record:
     """One admission of one request. Token counts are prefixes from token 0, times monotonic.
 
     ``wanted_tokens`` is the longest hit that was possible, ``offered_tokens`` what was leased.
+    ``trace`` is the engine's trace context; ``trace_id`` names the trace that was exported.
     """
 
     engine: tuple[str, str]
@@ -56,6 +57,7 @@ class Record:
     prompt_tokens: int
     hint_tokens: int | None = None
     hint_s: float = 0.0
+    held_s: float = 0.0  # an ask began to wait for slower tiers
     local_tokens: int | None = None
     wanted_tokens: int = 0
     offered_tokens: int = 0
@@ -72,6 +74,8 @@ class Record:
     ended_s: float = 0.0  # the engine forgot it
     jobs: tuple[JobEnd, ...] = ()
     jobs_lost: int = 0
+    trace: str = ""
+    trace_id: str = ""  # written by the traces' thread
 
     def settled(self, job: JobEnd) -> None:
         """Append one job, as long as there is room."""

@@ -22,6 +22,7 @@ from kvferry_sidecar.stages.why import Namespaces, why_short
 from kvferry_sidecar.tiers.host import HostTier
 
 request_chars_max = 256
+trace_chars_max = 64  # a W3C traceparent has 55
 
 
 class Journal:
@@ -60,6 +61,7 @@ class Journal:
         if record is None:
             request = probe.request[:request_chars_max]
             record = Record(session.key, request, probe.admission, now_s, probe.num_tokens)
+            record.trace = probe.trace[:trace_chars_max]
             self.records.open(key, record)
         else:
             record.prompt_tokens = probe.num_tokens
@@ -87,6 +89,12 @@ class Journal:
         record.why = elsewhere or why_short(
             self._pool, shape, admission.keys, hit_tokens=0, wanted_tokens=record.wanted_tokens
         )
+
+    def held(self, session: Session, admission: int, now_s: float) -> None:
+        """An ask waits for slower tiers."""
+        record = self.records.get((session.life, admission))
+        if record is not None and not record.held_s:
+            record.held_s = now_s
 
     def answered(
         self, session: Session, shape: SessionShape, admission: Admission, ask: Ask, answer: Answer,

@@ -248,6 +248,7 @@ class Probes:
             self._core.leases.drop(lease)
         look = self.staging.look(key)
         if look is not None and wait and self.staging.hold(look, peer, ask, now_s):
+            self._core.journal.held(session, ask.admission, now_s)
             return None
         return self._fresh_answer(peer, shape, admission, ask, now_s)
 

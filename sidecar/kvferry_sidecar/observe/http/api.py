@@ -208,6 +208,7 @@ def slowest(records: tuple[Record, ...], now_s: float) -> list[dict[str, object]
             "moved_bytes": job.moved_bytes,
             "seconds": job.ended_s - job.opened_s,
             "age_s": now_s - job.ended_s,
+            "trace_id": record.trace_id,
             **dict(zip(STAGES, job.stages, strict=True)),
         }
         for job, record in longest
