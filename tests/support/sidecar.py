@@ -55,9 +55,10 @@ class SidecarUnderTest:
         """Send a signal and wait for the process's end; the pool stays."""
         self.process.kill(number)
 
-    def restart(self) -> None:
-        """Serve the same run directory and pool with a new process."""
+    def restart(self, flags: Sequence[str] | None = None) -> None:
+        """Serve the same run directory and pool with a new process, and other flags if given."""
         self.process.stop()
+        self._flags = self._flags if flags is None else tuple(flags)
         self.start()
 
     def status(self) -> dict[str, Any]:

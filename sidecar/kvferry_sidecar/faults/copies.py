@@ -51,6 +51,8 @@ class FaultyCopies:
                 die()
         elif rule.action == "fail":
             self._ended(ticket, CopyStatus.FAILED)
+        elif rule.action == "break":  # it names a chunk that the copy does not have
+            self._ended(ticket, CopyStatus.CHECKSUM, bad_index=len(extents.blocks))
         else:
             rule.held += 1
             held_s = rule.ms / 1e3 if rule.action == "delay" else math.inf
@@ -97,8 +99,8 @@ class FaultyCopies:
         except ValueError:  # as the desk does, had it been told at once
             self._ended(ticket, CopyStatus.FAILED)
 
-    def _ended(self, ticket: int, status: CopyStatus) -> None:
-        self._results.append(CopyResult(ticket, status, 0, 0.0, -1, None))
+    def _ended(self, ticket: int, status: CopyStatus, bad_index: int = -1) -> None:
+        self._results.append(CopyResult(ticket, status, 0, 0.0, bad_index, None))
 
 
 class FaultyPool(HostTier):

@@ -32,6 +32,7 @@ ACTIONS: dict[str, frozenset[str]] = {
     "hold": FRAMES | COPIES,
     "delay": FRAMES | COPIES | {"commit"},
     "fail": COPIES | {"commit"},
+    "break": frozenset({"load"}),
     "kill": COPIES | POOL,
 }
 _OPTION = re.compile(r"(times|skip|ms)=\d{1,9}|chance=(0(\.\d+)?|1(\.0+)?)")
