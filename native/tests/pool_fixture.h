@@ -19,6 +19,14 @@ using kvferry::Key;
 using kvferry::KeyView;
 using kvferry::Pool;
 
+inline void check_sound(const Pool& pool) {
+    const std::vector<std::string> problems = pool.check();
+    for (const std::string& problem : problems) {
+        std::fprintf(stderr, "%s\n", problem.c_str());
+    }
+    CHECK(problems.empty());
+}
+
 class PoolFixture {
   public:
     PoolFixture(uint64_t slabs, uint64_t slab_bytes, uint64_t keys_max)
@@ -40,13 +48,7 @@ class PoolFixture {
         pool_.reset();
         pool_ = Pool::attach(fd_, 2);
     }
-    void check() {
-        const std::vector<std::string> problems = pool_->check();
-        for (const std::string& problem : problems) {
-            std::fprintf(stderr, "%s\n", problem.c_str());
-        }
-        CHECK(problems.empty());
-    }
+    void check() { check_sound(*pool_); }
     std::vector<int64_t> reserve(const std::vector<Key>& keys, uint64_t payload, uint32_t shards) {
         std::vector<int64_t> out(keys.size());
         pool_->reserve(view(keys), payload, shards, out.data());

@@ -4,26 +4,14 @@
 #include <sys/wait.h>
 #include <time.h>
 
-#include <cstring>
 #include <random>
 #include <vector>
 
-#include "kvferry/crc32c.h"
-#include "pool_fixture.h"
+#include "pool_bytes.h"
 
 namespace {
 
 using namespace kvferry_test;
-
-constexpr uint64_t kUniverse = 200;
-constexpr uint64_t kPayloads[3] = {700, 3000, 7000};
-
-uint64_t payload_of(uint64_t n) {
-    return kPayloads[n % 3];
-}
-uint8_t byte_of(uint64_t n, uint64_t at) {
-    return static_cast<uint8_t>(n * 31 + at * 7 + at / 256);
-}
 
 class Owner {
   public:
@@ -61,7 +49,8 @@ class Owner {
         for (size_t i = 0; i < got.size(); ++i) {
             if (got[i] >= 0) {
                 taken.push_back(static_cast<uint32_t>(got[i]));
-                write(numbers[i], taken.back());
+                const uint32_t crc = fill_bytes(*pool_, numbers[i], taken.back());
+                pool_->set_crcs({&taken.back(), 1}, 0, &crc);
             }
         }
         if (random_() % 10 == 0) {
@@ -69,19 +58,6 @@ class Owner {
         } else {
             pool_->commit(taken);
         }
-    }
-
-    void write(uint64_t n, uint32_t id) {
-        uint64_t offset = 0;
-        uint32_t seed = 0;
-        pool_->payload_offsets({&id, 1}, &offset);
-        pool_->seeds({&id, 1}, &seed);
-        auto* to = reinterpret_cast<uint8_t*>(pool_->base() + offset);
-        for (uint64_t at = 0; at < payload_of(n); ++at) {
-            to[at] = byte_of(n, at);
-        }
-        const uint32_t crc = kvferry::crc32c(to, payload_of(n), seed);
-        pool_->set_crcs({&id, 1}, 0, &crc);
     }
 
     void use(const std::vector<uint64_t>& numbers) {
@@ -118,33 +94,6 @@ void live_and_die(int fd, uint64_t seed, long delay_ns) {
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
 }
 
-void verify(PoolFixture& pool) {
-    pool.check();
-    CHECK(pool->recovered().dropped == 0);
-    uint64_t ready = 0;
-    for (uint64_t n = 0; n < kUniverse; ++n) {
-        const Key key = key_of(n);
-        const std::vector<uint32_t> ids = pool->lease({&key, 1});
-        if (ids.empty()) {
-            continue;
-        }
-        ++ready;
-        const auto* from = reinterpret_cast<const uint8_t*>(pool.payload(ids[0]));
-        for (uint64_t at = 0; at < payload_of(n); ++at) {
-            CHECK(from[at] == byte_of(n, at));
-        }
-        uint32_t seed = 0;
-        uint32_t crc = 0;
-        bool stored = false;
-        pool->seeds(ids, &seed);
-        pool->crcs(ids, 0, &crc, &stored);
-        CHECK(stored && crc == kvferry::crc32c(from, payload_of(n), seed));
-        pool->release(ids);
-    }
-    CHECK(ready == pool->stats().ready);
-    pool.check();
-}
-
 }  // namespace
 
 int main() {
@@ -158,7 +107,7 @@ int main() {
             pool.restart();
             kept += pool->recovered().kept;
             interrupted += pool->recovered().freed;
-            verify(pool);
+            verify_bytes(*pool.operator->());
         }
     }
     CHECK(kept > 0 && interrupted > 0);
