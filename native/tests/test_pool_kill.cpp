@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <random>
 #include <vector>
@@ -17,8 +18,12 @@ class Owner {
   public:
     Owner(int fd, uint64_t seed) : pool_(Pool::attach(fd, seed)), random_(seed) {}
 
-    [[noreturn]] void work() {
-        for (;;) {
+    // Writes a byte to `working` once it has worked for a while.
+    [[noreturn]] void work(int working) {
+        for (int turn = 0;; ++turn) {
+            if (turn == 8) {
+                CHECK(::write(working, "w", 1) == 1);
+            }
             const uint64_t first = random_() % (kUniverse - 15);
             std::vector<uint64_t> numbers;
             for (uint64_t i = 0; i <= random_() % 5; ++i) {
@@ -80,18 +85,25 @@ class Owner {
     std::vector<std::vector<uint32_t>> leases_;
 };
 
-void live_and_die(int fd, uint64_t seed, long delay_ns) {
+// With `early` the moment may fall before its work or into its start; without, into its work,
+// however slowly the machine starts it.
+void live_and_die(int fd, uint64_t seed, bool early, long delay_ns) {
+    int working[2];
+    CHECK(pipe(working) == 0);
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        Owner(fd, seed).work();
+        Owner(fd, seed).work(working[1]);
     }
+    char byte = 0;
+    CHECK(early || read(working[0], &byte, 1) == 1);
     const timespec delay = {0, delay_ns};
     nanosleep(&delay, nullptr);  // the moment of the kill is what is drawn: no wait for anything
     CHECK(kill(child, SIGKILL) == 0);
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    CHECK(close(working[0]) == 0 && close(working[1]) == 0);
 }
 
 }  // namespace
@@ -103,7 +115,8 @@ int main() {
     for (uint64_t round = 0; round < 4; ++round) {
         PoolFixture pool(24, 16384, 120);
         for (uint64_t life = 0; life < 60; ++life) {
-            live_and_die(pool.fd(), 100 * round + life, static_cast<long>(random() % 8'000'000));
+            const long delay_ns = static_cast<long>(random() % 8'000'000);
+            live_and_die(pool.fd(), 100 * round + life, life % 2 == 0, delay_ns);
             pool.restart();
             kept += pool->recovered().kept;
             interrupted += pool->recovered().freed;

@@ -39,7 +39,7 @@ class Watchdog {
     void close();
 
   private:
-    void run();
+    void run(std::chrono::steady_clock::time_point last);
     [[noreturn]] void end() const;
 
     const Plan plan_;

@@ -23,7 +23,8 @@ Watchdog::Plan checked(Watchdog::Plan plan) {
 
 Watchdog::Watchdog(Plan plan)
     : plan_(checked(plan)), tick_(std::chrono::nanoseconds(plan.stall) / kTicksPerStall) {
-    thread_ = std::thread([this] { run(); });
+    // From here on, not from the thread's first turn: a stop in between is a gap as well.
+    thread_ = std::thread([this, start = Clock::now()] { run(start); });
 }
 
 Watchdog::~Watchdog() {
@@ -41,10 +42,9 @@ void Watchdog::close() {
     }
 }
 
-void Watchdog::run() {
+void Watchdog::run(std::chrono::steady_clock::time_point last) {
     uint64_t seen = beats_.load(std::memory_order_relaxed);
     int silent_ticks = 0;
-    auto last = Clock::now();
     std::unique_lock lock(mutex_);
     while (!wake_.wait_for(lock, tick_, [this] { return closing_; })) {
         const auto now = Clock::now();
