@@ -18,6 +18,8 @@ NATIVE_STYLED := $(filter %.cpp %.h %.inc,$(NATIVE))
 MODEL ?= llama
 MINUTES ?= 10
 TESTS ?= tests
+# Test files that run at the same time. One vLLM engine takes about 1.5 GiB.
+TEST_JOBS ?= 2
 
 # Reused until the packaging or the native sources change; then pip builds again, in place.
 $(STAMP): pyproject.toml CMakeLists.txt $(NATIVE_BUILT)
@@ -42,7 +44,7 @@ demo: setup ## run the main job with two real engine processes (MODEL=llama|qwen
 
 .PHONY: test
 test: setup ## run all tests of the normal gate (TESTS=path for a part of them)
-	$(BIN)/python -m pytest -m 'not long' $(TESTS)
+	$(BIN)/python -m pytest -m 'not long' -n $(TEST_JOBS) --dist loadfile $(TESTS)
 
 .PHONY: test-long
 test-long: setup ## run the long gate: more seeds, more examples, longer runs

@@ -6,10 +6,23 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog
 from support.logs import tail, watched
 
 if TYPE_CHECKING:
     from support.fake_cuda import FakeGpu
+
+
+# Its default draws a traceback with all local variables: seconds on a busy machine, in which halves
+# under test count as silent.
+structlog.configure(
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.dev.ConsoleRenderer(
+            colors=False, exception_formatter=structlog.dev.plain_traceback
+        ),
+    ]
+)
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from kvferry_sidecar.observe import log
 
 @pytest.fixture(autouse=True)
 def restore():
+    before = structlog.get_config()
     yield
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 class Written(io.StringIO):

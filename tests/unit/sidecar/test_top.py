@@ -31,7 +31,9 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 140, 0, 0))
-        environment = {**os.environ, "TERM": "xterm"}
+        # Sizes of another terminal in the environment would be believed before this one's.
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        environment["TERM"] = "xterm"
         command = [sys.executable, "-c", COMMAND, *arguments]
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment
