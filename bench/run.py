@@ -22,6 +22,7 @@ from bench.common import Figure, at_least, machine
 BENCHES = (
     "copy_engine",
     "index",
+    "policies",
     "moved",
     "probe",
     "hooks",

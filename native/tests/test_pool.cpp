@@ -101,7 +101,8 @@ void test_scan_resistance() {
     for (uint64_t n = 1000; n < 2000; n += 8) {
         pool.put(keys_of(n, 8), kPayload);
     }
-    CHECK(pool->prefix(pool.view(keys_of(0, 32))) == 32);
+    // Of 64 slots an eighth stays with what was used again: the head of that prefix.
+    CHECK(pool->prefix(pool.view(keys_of(0, 32))) == 8);
     pool.check();
 }
 

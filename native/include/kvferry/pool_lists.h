@@ -1,6 +1,10 @@
-// Eviction order: per size class a segmented LRU. Probation holds what was committed and never
-// leased, protected what was leased at least once; a scan fills and empties probation only. An
-// entry that is leased or being written is in neither, so whatever is listed may be evicted.
+// Eviction order: per size class least recently used first, but an eighth of its slots belongs to
+// what was used again, so that a scan of any length leaves something. Probation holds what was
+// committed and never leased, protected what was leased at least once. An entry that is leased or
+// being written is in neither, so whatever is listed may be evicted.
+//
+// Why so little: on the traces of bench/policies.py most reuse comes soon after the first use. With
+// more slots kept back, conversations that have ended hold memory that running ones need.
 #pragma once
 
 #include <array>
@@ -26,19 +30,12 @@ class Lists {
     void push(uint32_t id, uint8_t flag);
     // Out of its list; no effect when it is in none.
     void remove(uint32_t id);
-    // Before an eviction: protected may hold 80 % of the class's used slots, its tail beyond that
-    // moves to the head of probation. At most two a call, so that no single eviction pays for a
-    // long time without any; two for one still shrink it.
-    void demote_overflow(uint8_t size_class);
 
     const List& list(uint8_t size_class, uint8_t flag) const {
         return flag == kInProbation ? lists_[size_class].probation : lists_[size_class].safe;
     }
     // The entry to evict first, or kNone.
-    uint32_t coldest(uint8_t size_class) const {
-        const Pair& pair = lists_[size_class];
-        return pair.probation.tail != kNone ? pair.probation.tail : pair.safe.tail;
-    }
+    uint32_t coldest(uint8_t size_class) const;
 
   private:
     struct Pair {

@@ -44,13 +44,15 @@ void Lists::remove(uint32_t id) {
     slab.listed_safe -= flag == kInProtected ? 1 : 0;
 }
 
-void Lists::demote_overflow(uint8_t size_class) {
-    const uint64_t safe_max = slabs_.in_class(size_class).used * 4 / 5;
-    for (int i = 0; i < 2 && list(size_class, kInProtected).size > safe_max; ++i) {
-        const uint32_t id = list(size_class, kInProtected).tail;
-        remove(id);
-        push(id, kInProbation);
+uint32_t Lists::coldest(uint8_t size_class) const {
+    const Pair& pair = lists_[size_class];
+    const uint32_t once = pair.probation.tail;
+    const uint32_t again = pair.safe.tail;
+    if (once == kNone || again == kNone) {
+        return once != kNone ? once : again;
     }
+    const bool within_share = pair.safe.size <= slabs_.in_class(size_class).used / 8;
+    return within_share || entries_[once].last_use() < entries_[again].last_use() ? once : again;
 }
 
 }  // namespace kvferry

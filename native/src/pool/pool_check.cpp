@@ -154,8 +154,7 @@ class PoolChecker {
             if ((entry.flags & kInList) != flag || entry.size_class != size_class) {
                 problem("entry ", id, ": in a list that is not its own");
             }
-            // What is demoted keeps its age at the head of probation.
-            if (flag == kInProtected && entry.last_use() > use) {
+            if (entry.last_use() > use) {
                 problem("entry ", id, ": younger than the entries before it");
             }
             use = entry.last_use();

@@ -113,7 +113,6 @@ uint32_t Pool::take_slot(uint32_t id, Reservation& call) {
 }
 
 bool Pool::evict_one(uint8_t size_class) {
-    lists_.demote_overflow(size_class);
     const uint32_t id = lists_.coldest(size_class);
     if (id == kNone) {
         return false;
