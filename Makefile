@@ -59,6 +59,15 @@ test-dfkv: setup ## run the store suite against a real dfkv (LIB=libdfkv.so MEMB
 	$(BIN)/python -m pytest -q tests/conformance/test_store.py -k dfkv-real \
 	  --dfkv-lib '$(LIB)' --dfkv-members '$(MEMBERS)'
 
+.PHONY: gpu
+gpu: ## run the checks on a GPU, eight minutes (docs/gpu.md; WHEELS=folder where there is no .venv)
+	PYTHON='$(if $(WHEELS),$(PYTHON),$(abspath $(BIN)/python))' tests/gpu/run \
+	  $(if $(WHEELS),--wheels '$(WHEELS)') $(ARGS)
+
+.PHONY: gpu-wheels
+gpu-wheels: ## fetch what `make gpu WHEELS=build/gpu-wheels` needs on a machine without a network
+	PYTHON='$(PYTHON)' tests/gpu/wheels build/gpu-wheels
+
 .PHONY: soak
 soak: setup ## real engines under random traffic and random faults (MINUTES=10)
 	$(BIN)/python -m pytest -m long -s tests/soak --soak-minutes $(MINUTES)

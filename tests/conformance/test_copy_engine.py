@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import select
 import time
 import weakref
@@ -35,7 +36,9 @@ from support.copying import (
     extents_of,
     layer_outermost,
 )
-from support.fake_cuda import FakeGpu, GpuEngineMemory, library
+from support.fake_cuda import FakeGpu, GpuEngineMemory, RealGpuMemory, library
+
+ON_GPU = "TEST_ON_GPU" in os.environ
 
 
 def host(pool: Pool, owner: object) -> CopyEngine:
@@ -45,16 +48,22 @@ def host(pool: Pool, owner: object) -> CopyEngine:
 
 
 def cuda(pool: Pool, owner: object) -> CopyEngine:
-    """Over a driver made of host memory: what moves is checked here, how fast is not."""
+    """Over a driver made of host memory: what moves is checked here, how fast is not.
+
+    ``make gpu`` runs the same on a GPU.
+    """
     span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 20, owner)
-    driver = Driver(str(library()))
+    driver = Driver() if ON_GPU else Driver(str(library()))
     engine = CudaCopyEngine(span, structlog.get_logger(), driver)
     engine.pin(driver, 0)
     return engine
 
 
 FACTORIES: list[Callable[[Pool, object], CopyEngine]] = [host, cuda]
-MEMORIES: dict[Any, Any] = {host: EngineMemory, cuda: GpuEngineMemory}
+MEMORIES: dict[Any, Any] = {
+    host: EngineMemory,
+    cuda: RealGpuMemory if ON_GPU else GpuEngineMemory,
+}
 
 
 def make_rig(
@@ -74,7 +83,8 @@ def rig(factory: Callable[[Pool, object], CopyEngine]) -> Iterator[Rig]:
     made = make_rig(factory, 32 << 20)
     yield made
     made.engine.close()
-    FakeGpu().free_all()
+    if not ON_GPU:
+        FakeGpu().free_all()
 
 
 def spread(rng: np.random.Generator, count: int, payload_bytes: int, unaligned: bool) -> list[int]:

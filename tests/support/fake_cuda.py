@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64
 from pathlib import Path
 from typing import NoReturn
@@ -25,17 +26,28 @@ from numpy.typing import NDArray
 from support.raw_half import KvMemory
 
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
+_BUILT = "FAKE_CUDA_LIBRARY"
 
 
 @functools.cache
 def library() -> Path:
-    """Build the fake driver as libcuda.so.1 in a folder of its own and return its path."""
+    """Build the fake driver as libcuda.so.1 in a folder of its own and return its path.
+
+    A child process that is to take it for the driver (``as_driver``) uses its parent's.
+    """
+    if built := os.environ.get(_BUILT):
+        return Path(built)
     folder = Path(tempfile.mkdtemp(prefix="kvf-cuda-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "libcuda.so.1"
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
     subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", path, SOURCE], check=True)
     return path
+
+
+def as_driver() -> dict[str, str]:
+    """Return the environment in which child processes take the fake for the driver."""
+    return {"LD_LIBRARY_PATH": str(library().parent), _BUILT: str(library())}
 
 
 class FakeGpu:
@@ -104,6 +116,25 @@ class GpuEngineMemory:
         """Return a layout over this memory."""
         offsets, strides, lengths = arrays
         return CudaLayout(self._memory, offsets, strides, lengths, blocks)
+
+
+class RealGpuMemory:
+    """support.copying.EngineMemory on a real GPU; ``view`` is a copy of what it holds now."""
+
+    def __init__(self, total_bytes: int, seed: int = 1) -> None:
+        from gpu import device  # only where there is one
+
+        self._device, buffer = device, device.DeviceBuffer(total_bytes)
+        self._memory = DeviceMemory(0, buffer.address, total_bytes)
+        device.write(buffer.address, np.random.default_rng(seed).bytes(total_bytes))
+        weakref.finalize(self._memory, buffer.free)  # with the last layout of it
+
+    @property
+    def view(self) -> NDArray[np.uint8]:
+        data = self._device.read(self._memory.address, self._memory.total_bytes)
+        return np.frombuffer(bytearray(data), dtype=np.uint8)
+
+    layout = GpuEngineMemory.layout
 
 
 class GpuKvMemory(KvMemory):

@@ -331,3 +331,52 @@ int cuMemcpy2DAsync_v2(const Copy2D* c, uintptr_t stream) {
     }
     return OK;
 }
+
+// What only the steps of `make gpu` call.
+int cuMemAlloc_v2(uint64_t* out, size_t bytes) {
+    ENTER;
+    if (!context) return INVALID_CONTEXT;
+    return fake_alloc(out, bytes, (int)context - 100, 1, 0);
+}
+int cuMemFree_v2(uint64_t at) {
+    ENTER;
+    Range* r = find(at);
+    if (!r || r->base != at || r->opened) return INVALID_VALUE;
+    shm_unlink(r->name);
+    munmap((void*)r->base, r->bytes);
+    r->bytes = 0;
+    return OK;
+}
+int cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, uintptr_t stream) {
+    ENTER;
+    (void)stream;
+    Range* r = find(at);
+    if (!r || at + bytes > r->base + r->bytes) return INVALID_VALUE;
+    memset((void*)at, value, bytes);
+    return OK;
+}
+int cuMemcpyDtoH_v2(void* host, uint64_t at, size_t bytes) {
+    ENTER;
+    Range* r = find(at);
+    if (!r || at + bytes > r->base + r->bytes) return INVALID_VALUE;
+    memcpy(host, (void*)at, bytes);
+    return OK;
+}
+int cuMemcpyHtoD_v2(uint64_t at, const void* host, size_t bytes) {
+    ENTER;
+    Range* r = find(at);
+    if (!r || at + bytes > r->base + r->bytes) return INVALID_VALUE;
+    memcpy((void*)at, host, bytes);
+    return OK;
+}
+int cuMemGetInfo_v2(size_t* free_bytes, size_t* bytes) {
+    ENTER;
+    *bytes = (size_t)1 << 30;
+    *free_bytes = *bytes;
+    for (int i = 0; i < RANGES; ++i) *free_bytes -= ranges[i].bytes;
+    return OK;
+}
+int cuCtxSynchronize(void) {
+    ENTER;
+    return context ? OK : INVALID_CONTEXT;
+}

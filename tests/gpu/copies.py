@@ -1,0 +1,99 @@
+"""The copy engine on a GPU: exact in every shape, and how fast."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from itertools import product
+from typing import Any
+
+import numpy as np
+import structlog
+from gpu import device
+from gpu.runner import TESTS, Sizes
+from kvferry_sidecar.engines.base import Direction, Extents, PoolSpan
+from kvferry_sidecar.engines.cuda import CudaCopyEngine
+from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
+from support.copying import Pool
+
+LAYERS = 32
+PAGES = (4096, 8192, 16384, 28672, 32768, 65536, 131072, 262144, 1 << 20)
+COUNTS = (16, 64, 256, 1024)
+bytes_max = 2 << 30  # of one job
+
+
+def conformance(_sizes: Sizes) -> dict[str, Any]:
+    """The suite of copy engines, on this GPU."""
+    suite = ["-q", "-p", "no:cacheprovider", "-k", "cuda", "tests/conformance/test_copy_engine.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *suite], cwd=TESTS.parent, capture_output=True, text=True,
+        env=os.environ | {"TEST_ON_GPU": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    return {"pytest": done.stdout.strip().splitlines()[-1]}
+
+
+class Bench:
+    """An engine, a pool, and pages on the GPU."""
+
+    def __init__(self, pool_bytes: int, device_bytes: int) -> None:
+        self.pool = Pool(pool_bytes)
+        span = PoolSpan(self.pool.address, pool_bytes, pool_bytes, 1 << 20, None)
+        self.engine = CudaCopyEngine(span, structlog.get_logger(), device.driver())
+        self.engine.pin(device.driver(), 0)
+        self.buffer = device.DeviceBuffer(device_bytes)
+        self._tickets = 0
+
+    def layout(self, page_bytes: int, blocks: int, layers: int) -> CudaLayout:
+        """Return layer-outermost pages: one run per layer and block."""
+        memory = DeviceMemory(0, self.buffer.address, self.buffer.total_bytes)
+        offsets = np.arange(layers, dtype=np.int64) * blocks * page_bytes
+        same = np.full(layers, page_bytes, np.int64)
+        return CudaLayout(memory, offsets, same, same, blocks)
+
+    def seconds(self, direction: Direction, layout: CudaLayout, count: int) -> float:
+        """Copy so many blocks and return how long it took."""
+        blocks = np.random.default_rng(count).permutation(np.arange(1, count + 1, dtype=np.int32))
+        offsets = np.arange(count, dtype=np.uint64) * np.uint64(layout.payload_bytes)
+        seeds = np.zeros(count, np.uint32)
+        self._tickets += 1
+        started_s = time.perf_counter()
+        self.engine.submit(
+            self._tickets, direction, Extents(layout, blocks, offsets, seeds, None, crc=False)
+        )
+        select.select([self.engine.wake_fd()], [], [])
+        (result,) = self.engine.collect()
+        assert result.moved_bytes == count * layout.payload_bytes, result
+        return time.perf_counter() - started_s
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.engine.close()
+        self.buffer.free()
+
+
+def bandwidth(sizes: Sizes) -> dict[str, Any]:
+    """GB/s by page size, number of blocks and direction, against one copy of 64 MiB."""
+    limit = 4 << 20 if sizes.small else bytes_max
+    layers = 2 if sizes.small else LAYERS
+    bench = Bench(limit, limit + layers * (1 << 20))
+    figures: dict[str, Any] = {}
+    try:
+        for direction in Direction:
+            whole = bench.layout(min(64 << 20, limit // 2), 2, 1)
+            best_s = min(bench.seconds(direction, whole, 1) for _ in range(5))
+            figures[f"{direction.name} link GB/s"] = whole.payload_bytes / best_s / 1e9
+            for page_bytes, count in product(PAGES, COUNTS):
+                moved = page_bytes * layers * count
+                if moved > limit - layers * page_bytes:
+                    continue
+                layout = bench.layout(page_bytes, count + 1, layers)
+                taken_s = min(bench.seconds(direction, layout, count) for _ in range(3))
+                name = f"{direction.name} {page_bytes} x {count}"
+                figures[name] = round(moved / taken_s / 1e9, 2)
+    finally:
+        bench.close()
+    return figures
