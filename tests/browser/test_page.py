@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from urllib.parse import urlsplit
 
 import pytest
+from kvferry_demo.processes import kvferry_command
 from kvferry_sidecar.observe.http.ui import PAGE
 from support.hot_engine import HotEngine
 from support.http import Http
@@ -16,9 +18,10 @@ from support.sidecar import running_sidecar
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VIEWS = ("", "requests", "flight", "namespaces", "events", "doctor", "settings", "actions")
 PANELS = (
-    "Engines and ranks", "Hits, in tokens", "Why tokens missed", "Host pool", "Throughput",
-    "Latency by stage", "Break-even", "Evictions", "Failures and refusals", "Queues",
-    "Control loop", "Hottest prefixes", "Slower tiers",
+    "Engines and ranks", "Hits, in tokens", "Why tokens missed", "Host pool", "Tokens looked up",
+    "Throughput", "Evicted", "Latency by stage", "Break-even", "Evictions",
+    "Failures and refusals", "Queues", "Control loop", "Hottest prefixes", "Slower tiers",
+    "Paths of the bytes",
 )  # fmt: skip
 TOKEN = "token-of-the-page-0123456789"
 
@@ -60,15 +63,21 @@ def browser():
         chromium.close()
 
 
+def watched(page):
+    """Return what a page will have asked for, and what it complained of."""
+    asked, complaints = [], []
+    page.on("request", lambda r: asked.append(r.url))
+    page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else 0)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    return asked, complaints
+
+
 @pytest.fixture(params=["light", "dark"])
 def page(browser, address, request):
     """A page whose every request and every complaint is looked at."""
     context = browser.new_context(color_scheme=request.param)
     one = context.new_page()
-    asked, complaints = [], []
-    one.on("request", lambda r: asked.append(r.url))
-    one.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else 0)
-    one.on("pageerror", lambda error: complaints.append(str(error)))
+    asked, complaints = watched(one)
     one.goto(f"http://{address}/")
     one.get_by_text("ready", exact=True).first.wait_for()
     yield one
@@ -116,6 +125,36 @@ def test_leases_have_owners_and_geometry_is_drawn(page):
     page.locator('nav a[href="#/namespaces"]').click()
     page.get_by_text(re.compile("group 0: full, blocks of 16 tokens")).wait_for()
     assert page.locator("svg.chunks").count() == 1
+
+
+@pytest.fixture(scope="module")
+def several(address):
+    """`kvferry ui` over the same sidecar by two of its names."""
+    targets = f"{address},localhost:{address.rpartition(':')[2]}"
+    command = [*kvferry_command(), "ui", "--target", targets, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process.stdout.readline().partition("http://")[2].partition("/")[0]
+        process.terminate()
+
+
+def test_several_nodes_have_one_page(browser, several, address):
+    context = browser.new_context(viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    asked, complaints = watched(page)
+    page.goto(f"http://{several}/ui/#/nodes")
+    for name in (address, f"localhost:{address.rpartition(':')[2]}"):
+        page.get_by_role("region", name="Nodes").get_by_role("row").filter(has_text=name).filter(
+            has_text="1 of 1"
+        ).wait_for()
+    page.locator("header select").select_option("1")
+    page.wait_for_url(re.compile("node=1"))
+    page.locator('nav a[href="#/"]').click()
+    page.get_by_role("region", name="Engines and ranks").get_by_text("raw/one").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert any("/nodes/1/api/v1/stream" in url for url in asked)
+    context.close()
+    assert complaints == []
+    assert {urlsplit(url).netloc for url in asked} == {several}
 
 
 def test_an_action_is_planned_first_and_needs_the_token(page):

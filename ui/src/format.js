@@ -5,6 +5,7 @@ export const bytes = (n) => {
   return `${Math.round(n ?? 0)} B`;
 };
 export const count = (n) => Math.round(n ?? 0).toLocaleString("en");
+export const rate = (n) => (n > 0 && n < 10 ? n.toFixed(1) : count(n));
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(0)} %` : "–");
 export const seconds = (s) => {
   if (s == null || Number.isNaN(s)) return "–";

@@ -1,11 +1,25 @@
 // What the sidecar says: a stream of its status and its log, and questions on demand.
 import { useEffect, useState } from "preact/hooks";
 
-const API = "../api/v1/";
 const KEPT = 300; // points of the charts: five minutes
+let base = "../"; // of the node that is shown
 
-export const get = async (path) => {
-  const answer = await fetch(API + path);
+// Which nodes there are, and which one the address chooses; a sidecar names only itself.
+export const open = async () => {
+  const chosen = Number(new URLSearchParams(location.search).get("node") ?? 0);
+  try {
+    const nodes = await (await fetch("../api/v1/nodes")).json();
+    base = nodes[chosen]?.base ?? nodes[0].base;
+    return { nodes, chosen: nodes[chosen] ? chosen : 0 };
+  } catch {
+    return { nodes: [{ name: "", base }], chosen: 0 };
+  }
+};
+
+export const bundle = () => `${base}debug/bundle`;
+
+export const get = async (path, from = base) => {
+  const answer = await fetch(`${from}api/v1/${path}`);
   const body = await answer.json();
   if (!answer.ok) throw new Error(`${body.message}; ${body.remedy}`);
   return body;
@@ -14,7 +28,7 @@ export const get = async (path) => {
 export const act = async (name, body, token) => {
   const headers = { "Content-Type": "application/json" };
   if (token) headers.Authorization = `Bearer ${token}`;
-  const answer = await fetch(`${API}actions/${name}`, { method: "POST", headers, body: JSON.stringify(body) });
+  const answer = await fetch(`${base}api/v1/actions/${name}`, { method: "POST", headers, body: JSON.stringify(body) });
   const told = await answer.json();
   if (!answer.ok) throw new Error(`${told.message}; ${told.remedy}`);
   return told;
@@ -25,7 +39,7 @@ export const useLive = () => {
   const [live, set] = useState({ status: null, trouble: "connecting", events: [], series: [] });
   useEffect(() => {
     get("events").then((events) => set((old) => ({ ...old, events })), () => {});
-    const source = new EventSource(`${API}stream`);
+    const source = new EventSource(`${base}api/v1/stream`);
     source.addEventListener("status", (message) => {
       const status = JSON.parse(message.data);
       set((old) => ({ ...old, status, trouble: "", series: extend(old.series, old.status, status) }));
@@ -59,12 +73,12 @@ const extend = (series, before, after) => {
 };
 
 // Ask again and again while the panel is shown.
-export const usePoll = (path, every_ms = 2000) => {
+export const usePoll = (path, every_ms = 2000, from = undefined) => {
   const [answer, set] = useState({ data: null, error: "" });
   useEffect(() => {
     let shown = true;
     const ask = () =>
-      get(path).then(
+      get(path, from).then(
         (data) => shown && set({ data, error: "" }),
         (error) => shown && set((old) => ({ ...old, error: String(error.message) })),
       );
@@ -74,6 +88,6 @@ export const usePoll = (path, every_ms = 2000) => {
       shown = false;
       clearInterval(timer);
     };
-  }, [path, every_ms]);
+  }, [path, every_ms, from]);
   return answer;
 };

@@ -1,8 +1,9 @@
 // The page: a strip that is always there, and one view at a time, named by the address.
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { useLive } from "./live.js";
+import { open, useLive } from "./live.js";
 import { Actions, Doctor, Events, Namespaces, Settings, Strip } from "./node.jsx";
+import { Nodes } from "./nodes.jsx";
 import { Overview } from "./overview.jsx";
 import { InFlight, Request, Requests } from "./requests.jsx";
 
@@ -30,10 +31,11 @@ const useAddress = () => {
   return { view, rest: decodeURIComponent(rest.join("/")), query: new URLSearchParams(query) };
 };
 
-const View = ({ view, rest, query, live }) => {
+const View = ({ view, rest, query, live, nodes }) => {
   const { status } = live;
+  if (view === "nodes") return <Nodes nodes={nodes} />;
   if (view === "requests") return rest ? <Request name={rest} key={rest} /> : <Requests query={query} />;
-  if (view === "flight") return <InFlight />;
+  if (view === "flight") return <InFlight traces={status?.traces} />;
   if (view === "events") return <Events events={live.events} />;
   if (view === "settings") return <Settings />;
   if (view === "actions") return <Actions />;
@@ -43,27 +45,45 @@ const View = ({ view, rest, query, live }) => {
   return <Overview live={live} />;
 };
 
-const Page = () => {
+// Another node is another address, so that it can be sent to somebody.
+const Selector = ({ nodes, chosen }) => (
+  <label>
+    node{" "}
+    <select value={chosen} onChange={(event) => (location.search = `?node=${event.target.value}`)}>
+      {nodes.map(({ name }, number) => (
+        <option key={number} value={number}>
+          {name}
+        </option>
+      ))}
+    </select>
+  </label>
+);
+
+const Page = ({ nodes, chosen }) => {
   const live = useLive();
   const address = useAddress();
+  const views = nodes.length > 1 ? [["nodes", "Nodes"], ...VIEWS] : VIEWS;
   return (
     <>
       <header>
-        <h1>kvferry</h1>
-        <nav aria-label="views">
-          {VIEWS.map(([name, title]) => (
-            <a key={name} href={`#/${name}`} aria-current={address.view === name ? "page" : undefined}>
-              {title}
-            </a>
-          ))}
-        </nav>
+        <div class="bar-top">
+          <h1>kvferry</h1>
+          {nodes.length > 1 && <Selector nodes={nodes} chosen={chosen} />}
+          <nav aria-label="views">
+            {views.map(([name, title]) => (
+              <a key={name} href={`#/${name}`} aria-current={address.view === name ? "page" : undefined}>
+                {title}
+              </a>
+            ))}
+          </nav>
+        </div>
         <Strip status={live.status} trouble={live.trouble} />
       </header>
       <main>
-        <View {...address} live={live} />
+        <View {...address} live={live} nodes={nodes} />
       </main>
     </>
   );
 };
 
-render(<Page />, document.getElementById("page"));
+open().then((found) => render(<Page {...found} />, document.getElementById("page")));

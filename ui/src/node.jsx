@@ -1,8 +1,8 @@
 // The node: namespaces and their geometry, events, settings, doctor, actions.
 import { useState } from "preact/hooks";
-import { bytes, count, seconds } from "./format.js";
-import { act, usePoll } from "./live.js";
-import { Facts, Panel, Table } from "./parts.jsx";
+import { bytes, count, percent, seconds } from "./format.js";
+import { act, bundle, usePoll } from "./live.js";
+import { Panel, Table } from "./parts.jsx";
 
 const Chunks = ({ group, tokens }) => {
   const width = 1000;
@@ -89,7 +89,7 @@ export const Doctor = ({ status }) => {
   return (
     <Panel title="Doctor" wide note={error}>
       <p>
-        <a href="../debug/bundle" download>
+        <a href={bundle()} download>
           Download a support bundle
         </a>
       </p>
@@ -123,21 +123,24 @@ const Action = ({ name, text, body, token }) => {
     );
   return (
     <div class="action">
-      <p>
+      <p class="what">
         <strong>{name}</strong> {text}
       </p>
-      {planned ? (
-        <p role="alert">
+      {!planned && <button onClick={() => run(true)}>{name} …</button>}
+      {planned && (
+        <p role="alert" class="told">
           It would: <code>{JSON.stringify(planned)}</code>{" "}
           <button class="danger" onClick={() => run(false)}>
             Do it
           </button>{" "}
           <button onClick={() => plan(null)}>Leave it</button>
         </p>
-      ) : (
-        <button onClick={() => run(true)}>{name} …</button>
       )}
-      {told && <p class="note" role="status">{told}</p>}
+      {told && (
+        <p class="note told" role="status">
+          {told}
+        </p>
+      )}
     </div>
   );
 };
@@ -145,14 +148,13 @@ const Action = ({ name, text, body, token }) => {
 export const Actions = () => {
   const [token, setToken] = useState("");
   return (
-    <Panel title="Actions" wide note="Each is first only planned. Pinning, pausing saves and flushing a tier do not exist yet.">
+    <Panel title="Actions" wide note="Each is first only planned. Without a token: kvferry act ACTION, on the node.">
       <label>
         token of http.token_file <input type="password" autocomplete="off" value={token} onInput={(e) => setToken(e.target.value)} />
       </label>
       {ACTIONS.map(([name, text, body]) => (
         <Action key={name} name={name} text={text} body={body} token={token} />
       ))}
-      <Facts rows={[["without a token", "kvferry act ACTION, on the node"]]} />
     </Panel>
   );
 };
@@ -169,7 +171,12 @@ export const Strip = ({ status, trouble }) => (
         <span>
           {status.sessions.filter((s) => s.ready).length} of {status.sessions.length} engines ready
         </span>
-        <span>engines by shared memory</span>
+        {status.traces && <span class={status.traces.error ? "state-bad" : ""}>traces {status.traces.error ? "are lost" : "on"}</span>}
+        {(status.progress ?? []).map((work) => (
+          <span key={work.name}>
+            {work.name}: {percent(work.done, work.total)}
+          </span>
+        ))}
       </>
     )}
   </p>

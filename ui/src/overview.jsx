@@ -1,37 +1,76 @@
 // The panels, in the order of their weight for an operator.
-import { bytes, count, percent, quantile, seconds, total } from "./format.js";
+import { bytes, count, percent, quantile, rate, seconds, total } from "./format.js";
 import { usePoll } from "./live.js";
-import { Bars, Chart, Facts, Panel, Table } from "./parts.jsx";
+import { Bars, Chart, Facts, Panel, Table, Tiles } from "./parts.jsx";
 
 const entries = (object) => Object.entries(object ?? {});
+const name_of = (session) => `${session.engine_id}/${session.instance_id}`;
+
+const Glance = ({ status, series }) => {
+  const { pipeline, pool } = status;
+  const wanted = pipeline.hit_tokens + pipeline.missed_tokens;
+  const last = series.at(-1);
+  const saved_s = entries(pipeline.breaker).reduce((sum, [, one]) => sum + one.saved_s, 0);
+  const parts = entries(pipeline.ends);
+  const failed = parts.filter(([name]) => name.includes("/failed/")).reduce((sum, [, n]) => sum + n, 0);
+  return (
+    <Tiles
+      rows={[
+        ["Offered", percent(pipeline.hit_tokens, wanted), `of ${count(wanted)} tokens wanted`],
+        ["Loaded", count(pipeline.journal.load_tokens.done), "tokens, not computed again"],
+        ["Net time saved", entries(pipeline.breaker).length ? seconds(saved_s) : "–", "by loading, see Break-even"],
+        ["Pool used", percent(pool.used_bytes, pool.total_bytes), `of ${bytes(pool.total_bytes)}`],
+        ["Load now", last ? `${bytes(last.loaded)}/s` : "–", `save ${last ? bytes(last.saved) : "–"}/s`],
+        ["Failed", count(failed), `of ${count(total(pipeline.ends))} parts of jobs`],
+      ]}
+    />
+  );
+};
+
+const Work = ({ progress }) => (
+  <Panel title="Long work" wide>
+    {progress.map((work) => (
+      <div class="bar" key={work.name}>
+        <span>{work.name}</span>
+        <progress max={Math.max(work.total, 1)} value={work.done} aria-label={work.name} />
+        <span class="number">
+          {work.unit === "bytes" ? `${bytes(work.done)} of ${bytes(work.total)}` : `${count(work.done)} of ${count(work.total)} ${work.unit}`}
+          , {seconds(work.seconds)}
+          {work.left_s != null ? `, about ${seconds(work.left_s)} left` : ""}
+        </span>
+      </div>
+    ))}
+  </Panel>
+);
 
 const Ranks = ({ status }) => (
   <Panel title="Engines and ranks" wide>
     <Table
       empty="No engine is attached. Engines attach by themselves; see docs: When hits are missing."
-      columns={["engine", "half", "state", "pid", "tp/pp", "generation", "last beat", "memory mapped", "namespace"]}
+      columns={["engine", "half", "state", "pid", "tp/pp", "generation", "last beat", "memory mapped", "in", "namespace"]}
       rows={status.sessions.flatMap((session) => [
         ...session.halves.map((half) => [
-          `${session.engine_id}/${session.instance_id}`,
+          name_of(session),
           half.rank < 0 ? "scheduler" : `rank ${half.rank}`,
           (session.ready ? "ready" : half.registered ? "registered" : "attached") +
             (half.connected ? "" : ", disconnected"),
           half.pid,
-          `${session.identity.tp_size ?? "?"}/${session.identity.pp_size ?? "?"}`,
+          session.identity.tp_size ? `${session.identity.tp_size}/${session.identity.pp_size ?? 1}` : "–",
           half.generation,
           `${seconds(half.beat_age_s)} ago`,
           half.memory_bytes ? bytes(half.memory_bytes) : "–",
+          half.memory || "–",
           session.namespace.slice(0, 12),
         ]),
         ...session.ranks
           .filter((rank) => !session.halves.some((half) => half.rank === rank))
-          .map((rank) => [`${session.engine_id}/${session.instance_id}`, `rank ${rank}`, "missing", "", "", "", "", "", ""]),
+          .map((rank) => [name_of(session), `rank ${rank}`, <span class="verdict-fail">missing</span>, "–", "–", "–", "–", "–", "–", "–"]),
       ])}
     />
   </Panel>
 );
 
-const Funnel = ({ pipeline, series }) => {
+const Funnel = ({ pipeline }) => {
   const wanted = pipeline.hit_tokens + pipeline.missed_tokens;
   const tiers = entries(pipeline.journal.hit_tokens);
   const loaded = pipeline.journal.load_tokens.done ?? 0;
@@ -46,7 +85,6 @@ const Funnel = ({ pipeline, series }) => {
           ["loaded", loaded, `${count(loaded)} (${percent(loaded, wanted)})`],
         ]}
       />
-      <Chart series={series} unit={count} lines={[["hit/s", "hit", "--good"], ["missed/s", "missed", "--bad"]]} />
     </Panel>
   );
 };
@@ -74,10 +112,7 @@ const Pool = ({ pool, pipeline }) => (
   <Panel title="Host pool">
     <Bars
       whole={pool.total_bytes}
-      rows={[
-        ["capacity", pool.total_bytes, bytes(pool.total_bytes)],
-        ["used", pool.used_bytes, `${bytes(pool.used_bytes)} (${percent(pool.used_bytes, pool.total_bytes)})`],
-      ]}
+      rows={[["used", pool.used_bytes, `${bytes(pool.used_bytes)} of ${bytes(pool.total_bytes)}`]]}
     />
     <Facts
       rows={[
@@ -92,7 +127,7 @@ const Pool = ({ pool, pipeline }) => (
 );
 
 const Latency = ({ pipeline }) => (
-  <Panel title="Latency by stage" note="Bounds of histogram buckets, since this start. fence: the engine's step.">
+  <Panel title="Latency by stage" note="Since this start. Percentiles are at most as much: bounds of buckets. fence: the engine's step.">
     <Table
       empty="No job has ended yet."
       columns={["stage", "p50", "p95", "p99", "mean"]}
@@ -101,27 +136,46 @@ const Latency = ({ pipeline }) => (
         .filter(([, , n]) => n > 0)
         .map(([name, one, n]) => [
           name.replace("/", " "),
-          ...[0.5, 0.95, 0.99].map((share) => `≤ ${seconds(quantile(one, share))}`),
+          ...[0.5, 0.95, 0.99].map((share) => seconds(quantile(one, share))),
           seconds(one.sum / n),
         ])}
     />
   </Panel>
 );
 
+const micro = (us) => (us ? `${us.toFixed(us < 10 ? 2 : 0)} µs` : "–");
+const judged = (one) => {
+  if (!one.load_us || !one.compute_us) return "not measured yet";
+  const ratio = one.compute_us / one.load_us;
+  return one.open ? "computing is faster: hits are withheld" : `loading is ${ratio.toFixed(1)} times as fast`;
+};
+
 const BreakEven = ({ pipeline }) => {
-  const copy = pipeline.stage_seconds["load/copy"];
+  const engines = entries(pipeline.breaker);
   const tokens = pipeline.journal.load_tokens.done ?? 0;
-  const ledger = pipeline.ledger;
   return (
-    <Panel title="Break-even" note="Computing's own speed is known to the engine: compare with vllm:request_prefill_time_seconds.">
-      <Facts
-        rows={[
-          ["loaded", `${count(tokens)} tokens, ${bytes(ledger.loaded_bytes)}`],
-          ["at the copy engine", copy ? seconds(copy.sum) : "–"],
-          ["tokens loaded per second of copying", copy?.sum ? count(tokens / copy.sum) : "–"],
-          ["bytes per token", tokens ? bytes(ledger.loaded_bytes / tokens) : "–"],
-        ]}
-      />
+    <Panel
+      title="Break-even"
+      note={
+        engines.length
+          ? "Per token, lately: loading from the engine's step to the last rank's end, computing as the engine measures it."
+          : "No engine has said yet what computing a token costs it; it does with its heartbeats, after its first prefills."
+      }
+    >
+      {engines.map(([name, one]) => (
+        <Facts
+          key={name}
+          rows={[
+            ["engine", name],
+            ["loading a token", micro(one.load_us)],
+            ["computing a token", micro(one.compute_us)],
+            ["verdict", judged(one)],
+            ["net time saved", seconds(one.saved_s)],
+            ["hits withheld", `${count(one.withheld)}, ${count(one.trials)} tried all the same`],
+          ]}
+        />
+      ))}
+      <Facts rows={[["bytes per loaded token", tokens ? bytes(pipeline.ledger.loaded_bytes / tokens) : "–"]]} />
     </Panel>
   );
 };
@@ -151,7 +205,7 @@ const Queues = ({ pipeline }) => (
         ["loads waiting", count(pipeline.queues.load)],
         ["saves waiting", count(pipeline.queues.save)],
         ["being copied", count(pipeline.queues.copy)],
-        ["oldest open job", seconds(pipeline.oldest_job_s)],
+        ["oldest open job", pipeline.oldest_job_s ? seconds(pipeline.oldest_job_s) : "none"],
         ["outcomes not acknowledged", count(pipeline.outcomes_unacked)],
         ["sent again", count(pipeline.outcomes_resent)],
       ]}
@@ -178,22 +232,21 @@ const Loop = ({ loop }) => {
   );
 };
 
-const Evictions = ({ pool, series }) => (
-  <Panel title="Evictions" note="How long objects stay is not measured yet; a request that misses one says how long ago it went.">
+const Evictions = ({ pool }) => (
+  <Panel title="Evictions" note="How long objects stay is not measured; a request that misses one says how long ago it went.">
     <Facts
       rows={[
         ["evicted", count(pool.evictions)],
         ["of these never loaded", `${count(pool.dropped_before_reuse)} (${percent(pool.dropped_before_reuse, pool.evictions)})`],
       ]}
     />
-    <Chart series={series} unit={count} lines={[["evicted/s", "evicted", "--bad"]]} />
   </Panel>
 );
 
 const Prefixes = () => {
   const { data, error } = usePoll("prefixes?limit=10", 5000);
   return (
-    <Panel title="Hottest prefixes" note={error}>
+    <Panel title="Hottest prefixes" wide note={error}>
       <Table
         empty="Nothing has hit yet."
         columns={["first chunk", "engine", "hits", "tokens", "longest", "last use"]}
@@ -204,10 +257,10 @@ const Prefixes = () => {
 };
 
 const Tiers = ({ pipeline }) => (
-  <Panel title="Slower tiers" note="Disk and remote stores, as configured in tiers.*.">
+  <Panel title="Slower tiers" wide note="Disk and remote stores, as configured in tiers.*.">
     <Table
       empty="None is configured."
-      columns={["tier", "state", "reason", "calls open", "given up", "events"]}
+      columns={["tier", "state", "reason of state", "calls open", "given up", "events"]}
       rows={(pipeline.tiers ?? []).map((tier) => [
         tier.name,
         tier.state,
@@ -220,27 +273,52 @@ const Tiers = ({ pipeline }) => (
   </Panel>
 );
 
+// How bytes travel, and what of it is not the best this machine could do.
+const Paths = ({ status }) => {
+  const { data, error } = usePoll("doctor", 30000);
+  const lines = (data ?? []).filter((line) => ["GPU", "NUMA", "RDMA", "huge pages", "locked memory"].includes(line.check));
+  const places = [...new Set(status.sessions.flatMap((s) => s.halves.map((half) => half.memory)).filter(Boolean))];
+  return (
+    <Panel
+      title="Paths of the bytes"
+      wide
+      note={error || "What the doctor finds. Bytes per NUMA node are not counted, because the kernel walks the whole pool's page tables to say it (numa_maps); NICs belong to the stores' own clients."}
+    >
+      <Facts rows={[["engines' KV memory", places.join(", ") || "no engine is attached"]]} />
+      <Table empty="Being examined." columns={["check", "verdict", "found"]} rows={lines.map((line) => [line.check, <span class={`verdict-${line.verdict}`}>{line.verdict}</span>, line.text])} />
+    </Panel>
+  );
+};
+
 export const Overview = ({ live }) => {
   const { status, series } = live;
   const { pipeline, pool, loop } = status;
-  const rates = [["load", "loaded", "--good"], ["save", "saved", "--accent"]];
   return (
     <div class="grid">
+      <Glance status={status} series={series} />
+      {status.progress?.length > 0 && <Work progress={status.progress} />}
       <Ranks status={status} />
-      <Funnel pipeline={pipeline} series={series} />
+      <Funnel pipeline={pipeline} />
       <Misses pipeline={pipeline} />
       <Pool pool={pool} pipeline={pipeline} />
+      <Panel title="Tokens looked up">
+        <Chart series={series} unit={rate} lines={[["hit/s", "hit", "--good"], ["missed/s", "missed", "--bad"]]} />
+      </Panel>
       <Panel title="Throughput">
-        <Chart series={series} unit={(v) => `${bytes(v)}/s`} lines={rates} />
+        <Chart series={series} unit={(v) => `${bytes(v)}/s`} lines={[["load", "loaded", "--good"], ["save", "saved", "--accent"]]} />
+      </Panel>
+      <Panel title="Evicted">
+        <Chart series={series} unit={rate} lines={[["objects/s", "evicted", "--bad"]]} />
       </Panel>
       <Latency pipeline={pipeline} />
       <BreakEven pipeline={pipeline} />
-      <Evictions pool={pool} series={series} />
+      <Evictions pool={pool} />
       <Errors status={status} />
       <Queues pipeline={pipeline} />
       <Loop loop={loop} />
       <Prefixes />
       <Tiers pipeline={pipeline} />
+      <Paths status={status} />
     </div>
   );
 };

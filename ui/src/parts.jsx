@@ -11,8 +11,8 @@ export const Panel = ({ title, note, wide, children }) => (
   </section>
 );
 
-export const Facts = ({ rows }) => (
-  <dl>
+export const Facts = ({ rows, across }) => (
+  <dl class={across ? "facts" : ""}>
     {rows.map(([name, value]) => (
       <div key={name}>
         <dt>{name}</dt>
@@ -21,6 +21,22 @@ export const Facts = ({ rows }) => (
     ))}
   </dl>
 );
+
+// Numbers at a glance: [name, value, what it means].
+export const Tiles = ({ rows }) => (
+  <dl class="tiles">
+    {rows.map(([name, value, text]) => (
+      <div class="tile" key={name}>
+        <dt>{name}</dt>
+        <dd>{value}</dd>
+        <span>{text}</span>
+      </div>
+    ))}
+  </dl>
+);
+
+// Columns that hold sentences wrap; all others stay on one line and the table scrolls.
+const WORDS = new Set(["verdict", "facts", "found", "remedy", "events", "reason of state", "not shared because", "value", "ranks"]);
 
 export const Table = ({ columns, rows, empty }) =>
   rows.length === 0 ? (
@@ -39,7 +55,7 @@ export const Table = ({ columns, rows, empty }) =>
           {rows.map((row, i) => (
             <tr key={i}>
               {row.map((cell, j) => (
-                <td key={j} class={typeof cell === "number" ? "number" : ""}>
+                <td key={j} class={WORDS.has(columns[j]) && cell ? "words" : ""}>
                   {cell}
                 </td>
               ))}
@@ -63,26 +79,37 @@ export const Bars = ({ rows, whole }) => (
   </div>
 );
 
+const HEIGHT = 160;
+const clock = (at) => new Date(at * 1000).toTimeString().slice(0, 8);
+// The last five minutes, or as much of them as has been seen, at least one.
+const window_of = (_, min, max) => [Math.min(min ?? max - 60, max - 60), max];
+
 export const Chart = ({ series, lines, unit }) => {
   const box = useRef(null);
   const plot = useRef(null);
   useEffect(() => {
     const style = getComputedStyle(document.documentElement);
-    const axis = { stroke: style.getPropertyValue("--quiet"), grid: { stroke: style.getPropertyValue("--line") } };
+    const color = (name) => style.getPropertyValue(name).trim();
+    const axis = { stroke: color("--quiet"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     const made = new uPlot(
       {
         width: box.current.clientWidth || 400,
-        height: 150,
-        legend: { show: true },
-        cursor: { show: true },
-        scales: { x: { range: (_, __, max) => [max - 300, max] } }, // seconds: as much as is kept
-        axes: [axis, { ...axis, size: 70, values: (_, ticks) => ticks.map(unit) }],
+        height: HEIGHT,
+        legend: { show: true, live: true },
+        cursor: { show: true, y: false },
+        scales: { x: { range: window_of }, y: { range: (_, __, max) => [0, Math.max(max ?? 0, 1) * 1.08] } },
+        axes: [
+          { ...axis, space: 80, size: 24, values: (_, ticks) => ticks.map(clock) },
+          { ...axis, size: 72, space: 34, values: (_, ticks) => ticks.map(unit) },
+        ],
         series: [
-          {},
-          ...lines.map(([label, , color]) => ({
+          { label: "at", value: (_, at) => (at == null ? "–" : clock(at)) },
+          ...lines.map(([label, , name]) => ({
             label,
-            stroke: style.getPropertyValue(color),
-            width: 2,
+            stroke: color(name),
+            fill: `${color(name)}22`,
+            width: 1.5,
+            points: { show: false },
             value: (_, v) => (v == null ? "–" : unit(v)),
           })),
         ],
@@ -91,7 +118,7 @@ export const Chart = ({ series, lines, unit }) => {
       box.current,
     );
     plot.current = made;
-    const watch = new ResizeObserver(() => made.setSize({ width: box.current.clientWidth, height: 150 }));
+    const watch = new ResizeObserver(() => made.setSize({ width: box.current.clientWidth, height: HEIGHT }));
     watch.observe(box.current);
     return () => {
       watch.disconnect();

@@ -12,7 +12,7 @@ import msgspec
 from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 
 from kvferry_sidecar import config
-from kvferry_sidecar.cli import operate, options, query
+from kvferry_sidecar.cli import operate, options, pages, query
 from kvferry_sidecar.cli.geometry import geometry
 from kvferry_sidecar.errors import ExitCode, KvferryError
 
@@ -85,6 +85,7 @@ kvferry.add_command(operate.explain)
 kvferry.add_command(operate.act)
 kvferry.add_command(operate.top)
 kvferry.add_command(operate.faults)
+kvferry.add_command(pages.ui)
 
 
 @kvferry.command()

@@ -15,8 +15,10 @@ from typing import Any
 
 import msgspec
 from kvferry_connector.wire.attach import RegisterEngine, attach_bytes_max
+from kvferry_native import Mapping as Mapped
 from kvferry_native import PoolStats
 
+from kvferry_sidecar.geometry.device import DeviceMemory
 from kvferry_sidecar.geometry.identity import nearest_namespace
 from kvferry_sidecar.observe.log import bounded
 from kvferry_sidecar.observe.shapes import GeometryStatus, geometry_status
@@ -41,6 +43,7 @@ class HalfStatus(msgspec.Struct, frozen=True):
     serial: int = 0
     memory_bytes: int = 0
     payload_bytes: list[int] = []  # this rank's shard of one chunk, per group
+    memory: str = ""  # where its KV memory is: "shared memory", "GPU 0"
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
@@ -212,7 +215,12 @@ def _half(peer: Peer, now_s: float) -> HalfStatus:
         serial=geometry.serial if geometry else 0,
         memory_bytes=sum(memory.total_bytes for memory in peer.memories.values()),
         payload_bytes=[group.payload_bytes for group in geometry.groups] if geometry else [],
+        memory=", ".join(sorted({_place(memory) for memory in peer.memories.values()})),
     )
+
+
+def _place(memory: Mapped | DeviceMemory) -> str:
+    return f"GPU {memory.ordinal}" if isinstance(memory, DeviceMemory) else "shared memory"
 
 
 def _pool(stats: PoolStats) -> PoolStatus:

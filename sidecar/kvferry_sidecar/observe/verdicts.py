@@ -17,6 +17,7 @@ class EventView(msgspec.Struct, frozen=True):
     tokens: int = 0
     moved_bytes: int = 0
     seconds: float = 0.0
+    stages: dict[str, float] = {}  # seconds of a job's slowest rank
     detail: str = ""
 
 
@@ -98,14 +99,15 @@ def _timeline(record: Record) -> list[EventView]:
 
 
 def _job(job: JobEnd) -> EventView:
-    spent = zip(STAGES, job.stages, strict=True)
-    detail = ", ".join(f"{stage} {seconds * 1e3:.2f} ms" for stage, seconds in spent)
+    stages = dict(zip(STAGES, job.stages, strict=True))
+    detail = ", ".join(f"{stage} {seconds * 1e3:.2f} ms" for stage, seconds in stages.items())
     return EventView(
         after_s=0.0,
         what=f"{job.kind} {job.status}",
         tokens=job.end_tokens,
         moved_bytes=job.moved_bytes,
         seconds=job.ended_s - job.opened_s,
+        stages=stages,
         detail=f"{job.reason}, {detail}" if job.reason else detail,
     )
 

@@ -29,6 +29,7 @@ class BreakerReading(msgspec.Struct, frozen=True):
     withheld: int
     trials: int
     open: bool
+    saved_s: float = 0.0  # what its loads were faster than computing, in all; may be negative
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class _Costs:
     compute_s: float = 0.0
     losing: int = 0
     withheld: int = 0
+    saved_s: float = 0.0
 
     @property
     def load_s(self) -> float:
@@ -72,6 +74,7 @@ class Breaker:
         costs.tokens = costs.tokens * decay + tokens
         costs.seconds = costs.seconds * decay + seconds
         costs.loads += 1
+        costs.saved_s += tokens * costs.compute_s - seconds
 
     def withholds(self, session: SessionKey, tokens: int) -> bool:
         """Whether a hit of so many tokens is not to be offered."""
@@ -98,6 +101,7 @@ class Breaker:
                 withheld=costs.withheld,
                 trials=costs.losing - costs.withheld,
                 open=self._enabled and costs.loses(1 << 20),
+                saved_s=round(costs.saved_s, 6),
             )
             for key, costs in self._sessions.items()
         }

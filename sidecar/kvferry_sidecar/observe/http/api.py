@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import heapq
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -40,6 +41,7 @@ class Api:
         self._window = window
         self.gets: dict[str, Handler] = {
             "": self.index,
+            "nodes": self.nodes,
             "status": self.status,
             "sessions": self.sessions,
             "tiers": self.tiers,
@@ -61,6 +63,10 @@ class Api:
             "get": [f"{PREFIX}/{name}".rstrip("/") for name in [*self.gets, "stream"]],
             "post": [f"{PREFIX}/actions/{{name}}"],
         }
+
+    async def nodes(self, _request: Request) -> object:
+        """The nodes of the page: this one. `kvferry ui` has several (several.py)."""
+        return [{"name": socket.gethostname(), "base": "../"}]
 
     async def status(self, _request: Request) -> object:
         """The document of `kvferry status --json`."""

@@ -114,7 +114,7 @@ class HttpServer:
         _log_into(self._log)
         for _, what in self._sockets:
             app = application(self._window, what, self._token)
-            self._servers.append(uvicorn.Server(_config(app)))
+            self._servers.append(uvicorn.Server(configured(app)))
         self._loop = asyncio.get_running_loop()
         await asyncio.gather(
             *(
@@ -124,7 +124,8 @@ class HttpServer:
         )
 
 
-def _config(app: ASGIApp) -> uvicorn.Config:
+def configured(app: ASGIApp) -> uvicorn.Config:
+    """Return how uvicorn serves an application of ours."""
     import uvicorn  # noqa: PLC0415 - see _serve
 
     return uvicorn.Config(

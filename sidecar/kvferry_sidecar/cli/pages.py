@@ -1,0 +1,58 @@
+"""`kvferry ui`: the page of several nodes, served on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from importlib.util import find_spec
+
+import click
+
+from kvferry_sidecar.errors import ConfigError, ExitCode
+from kvferry_sidecar.observe.http.guard import read_token
+from kvferry_sidecar.observe.http.server import bind_tcp, configured
+
+
+@click.command()
+@click.option(
+    "--target",
+    "targets",
+    required=True,
+    metavar="HOST:PORT,...",
+    help="The nodes' http.listen addresses, separated by commas.",
+)
+@click.option("--listen", default="127.0.0.1:9481", show_default=True, metavar="HOST:PORT")
+@click.option(
+    "--token-file", default="", metavar="FILE", help="The nodes' token: allows their actions."
+)
+def ui(targets: str, listen: str, token_file: str) -> int:
+    """Serve the page of several nodes on this machine, until it is interrupted.
+
+    Nodes are only read, unless --token-file names the file with their http.token_file's token;
+    whoever acts on the page gives it there.
+    """
+    if find_spec("httpx") is None:
+        raise ConfigError("httpx is not installed", "pip install 'kvferry[sidecar,ui]'")
+    from kvferry_sidecar.observe.http import several  # noqa: PLC0415 - needs httpx
+
+    nodes = several.targets_of(targets)
+    token = read_token(token_file)
+    listener = bind_tcp("--listen", listen)
+    where = "{}:{}".format(*listener.getsockname()[:2])
+    print(f"the page of {len(nodes)} nodes: http://{where}/ui/", flush=True)
+    asyncio.run(_serve(nodes, token, listener))
+    return ExitCode.OK
+
+
+async def _serve(nodes: list[str], token: str, listener: socket.socket) -> None:
+    import uvicorn  # noqa: PLC0415 - as above
+
+    from kvferry_sidecar.observe.http import several  # noqa: PLC0415 - needs httpx
+
+    async with several.new_client() as client:
+        server = uvicorn.Server(configured(several.application(nodes, client, token)))
+        try:
+            await server.serve([listener])
+        except KeyboardInterrupt:  # uvicorn raises it again once it has stopped
+            sys.stdout.flush()

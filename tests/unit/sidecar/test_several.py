@@ -1,0 +1,128 @@
+"""`kvferry ui` over two real sidecars: each node's API, one guard, nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import ExitStack
+
+import pytest
+from kvferry_demo.processes import kvferry_command
+from kvferry_sidecar.errors import ConfigError
+from kvferry_sidecar.observe.http.several import targets_of
+from support.http import Http
+from support.sidecar import running_sidecar
+from support.waiting import wait_until
+
+TOKEN = "token-of-several-nodes-0123456789"
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_text(TOKEN)
+    return file
+
+
+@pytest.fixture(scope="module")
+def sidecars(token_file):
+    flags = ("--http-listen", "127.0.0.1:0", "--set", f"http.token_file={token_file}")
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(running_sidecar(pool_bytes=8 << 20, flags=flags)) for _ in range(2)
+        ]
+
+
+def listens(sidecar):
+    events = Http(sidecar.run_dir / "http.sock").get("/api/v1/events").json()
+    return next(e["address"] for e in events if e.get("setting") == "http.listen")
+
+
+@pytest.fixture(scope="module")
+def several(sidecars, token_file):
+    nobody = "127.0.0.1:9"  # the discard port: nothing listens there
+    targets = ",".join([*map(listens, sidecars), nobody])
+    command = [
+        *(*kvferry_command(), "ui", "--target", targets),
+        *("--listen", "127.0.0.1:0", "--token-file", str(token_file)),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        told = process.stdout.readline()
+        host, _, port = told.partition("http://")[2].partition("/")[0].partition(":")
+        yield Http((host, int(port)))
+        process.terminate()
+
+
+def test_each_node_answers_under_its_number(sidecars, several):
+    nodes = several.get("/api/v1/nodes").json()
+    assert [node["name"] for node in nodes[:2]] == [listens(one) for one in sidecars]
+    for node, sidecar in zip(nodes, sidecars, strict=False):
+        there = node["base"].removeprefix("..")
+        assert several.get(f"{there}api/v1/status").json()["epoch"] == sidecar.status()["epoch"]
+        bundle = several.get(f"{there}debug/bundle")
+        assert bundle.headers["content-disposition"].startswith("attachment")
+    found = several.get("/nodes/1/api/v1/requests?limit=0")
+    assert (found.status, found.json()["error"]) == (400, "request")  # the query came through
+
+
+def test_the_stream_comes_through_as_it_is_made(several):
+    with several.connected() as connection:
+        connection.request("GET", "/nodes/0/api/v1/stream")
+        answer = connection.getresponse()
+        lines = [answer.readline() for _ in range(6)]
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert lines.count(b"event: status\n") == 2
+
+
+def test_actions_need_the_token_and_a_post(sidecars, several):
+    path = "/nodes/1/api/v1/actions/log-level"
+    wanted = {"level": "debug"}
+    assert several.post(path, wanted).status == 401
+    assert several.get(path).status == 405
+    answer = several.post(path, wanted, authorization=f"Bearer {TOKEN}")
+    assert (answer.status, answer.json()["level"]) == (200, "debug")
+    told = [
+        e["event"] for e in Http(sidecars[1].run_dir / "http.sock").get("/api/v1/events").json()
+    ]
+    assert told[-1] == "action"
+
+
+def test_nothing_else_is_handed_on(several):
+    for path in ("/nodes/0/metrics", "/nodes/0/ui/", "/nodes/9/api/v1/status", "/api/v1/status"):
+        assert several.get(path).status == 404, path
+    for path in ("/nodes/0/api/v1/../../metrics", "/nodes/0/api/v1/%2e%2e/%2e%2e/metrics"):
+        assert several.get(path).status == 404, path
+    refused = several.post("/nodes/0/api/v1/status", authorization=f"Bearer {TOKEN}")
+    assert refused.status == 404
+    assert several.get("/api/v1/nodes", host="elsewhere.example").status == 421
+    assert several.get("/api/v1/nodes", origin="http://elsewhere.example").status == 403
+
+
+def test_a_node_that_is_away_is_told(sidecars, several):
+    answer = several.get("/nodes/2/api/v1/status")
+    assert (answer.status, answer.json()["error"]) == (502, "unavailable")
+    assert "does not answer" in answer.json()["message"]
+
+
+def test_a_node_that_goes_ends_its_stream(sidecars, several):
+    with several.connected() as connection:
+        connection.request("GET", "/nodes/0/api/v1/stream")
+        answer = connection.getresponse()
+        assert answer.readline() == b"event: status\n"
+        sidecars[0].kill()
+        while answer.readline():
+            pass
+    wait_until(lambda: several.get("/nodes/0/api/v1/status").status == 502, "it is told")
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "ftp://a:1", "http://a:1/path", "http://", "a:1?b=c", "x" * 5 + ":99999"]
+)
+def test_what_is_no_target_is_refused(text):
+    with pytest.raises(ConfigError):
+        targets_of(text)
+
+
+def test_targets_are_addresses_or_urls():
+    assert targets_of("a:9480, https://b ,[::1]:9480") == [
+        "http://a:9480", "https://b", "http://[::1]:9480",
+    ]  # fmt: skip
