@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 
 import zmq
+from kvferry_connector.wire.attach import Memory as AttachedMemory
 from kvferry_connector.wire.attach import ToPeer
 from kvferry_connector.wire.hot import FromSidecar
 from kvferry_connector.wire.names import attach_path, control_endpoint
@@ -30,10 +31,12 @@ from kvferry_sidecar.engines.several import SeveralCopyEngines
 from kvferry_sidecar.errors import ExitCode
 from kvferry_sidecar.faults.kit import FaultKit
 from kvferry_sidecar.front import Front
+from kvferry_sidecar.geometry.device import DeviceMemory
 from kvferry_sidecar.geometry.validate import validate_rank
 from kvferry_sidecar.keys.namespace import namespace_digest
 from kvferry_sidecar.loop import READ, Loop, Signals, wait_s_max
 from kvferry_sidecar.observe import log as logs
+from kvferry_sidecar.observe.progress import Progress, countdown
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.quarantine import Quarantine
 from kvferry_sidecar.reload import Reloader
@@ -42,7 +45,7 @@ from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.sessions.registry import Registry
 from kvferry_sidecar.stages.stores import Tier
-from kvferry_sidecar.tiers.segment import PoolSegment, open_pool
+from kvferry_sidecar.tiers.segment import PoolSegment, held_bytes, open_pool
 from kvferry_sidecar.tiers.slow import SlowTiers
 from kvferry_sidecar.tiers.store import Memory
 from kvferry_sidecar.transport import Transport
@@ -98,9 +101,11 @@ class App:
         raise_descriptor_limit(limits)
         self._loop = Loop(self._on_error, idle_s_max=min(wait_s_max, limits.stall_ms_max / 4000))
         stack.callback(self._loop.close)
+        self._progress = Progress(log)
         self._front = Front(
             loaded,
             self._loop,
+            progress=self._progress,
             doctor=lambda: report.examine(self._config),
             degraded=self._degraded,
             log=log,
@@ -168,6 +173,7 @@ class App:
             reload=self._reloader.reload,
             faults=self._faults,
             traces=self._front.traces,
+            progress=self._progress,
             log=self._log,
         )
 
@@ -175,19 +181,23 @@ class App:
         """Make the settings in config.HOT count."""
         logs.set_level(config.log.level)
         self._pipeline.set_limits(config.limits)
+        self._pipeline.set_breaker(enabled=config.loads.breaker)
+        self._registry.set_retention(config.retention)
+        self._front.set_traces(config)
         self._config = config
 
     def _open_pool(self, stack: contextlib.ExitStack) -> PoolSegment:
         host = self._config.tiers.host
-        segment = open_pool(
-            host.name,
-            arena_bytes=host.bytes,
-            slab_bytes=host.slab_bytes,
-            keys_max=host.keys_max,
-            epoch=self.epoch,
-            threads=self._config.copy.threads,
-            log=self._log,
-        )
+        with self._progress.during("pool", "bytes", lambda: (held_bytes(host.name), host.bytes)):
+            segment = open_pool(
+                host.name,
+                arena_bytes=host.bytes,
+                slab_bytes=host.slab_bytes,
+                keys_max=host.keys_max,
+                epoch=self.epoch,
+                threads=self._config.copy.threads,
+                log=self._log,
+            )
         stack.callback(segment.close)
         return segment
 
@@ -199,7 +209,15 @@ class App:
         )  # fmt: skip
         engine = SeveralCopyEngines(config.copy.threads, span, self._log, gpu=config.copy.gpu)
         stack.callback(engine.close)
-        self._open_device = engine.open_device
+
+        def open_device(memory: AttachedMemory, life: int) -> DeviceMemory:
+            device = engine.open_device(memory, life)
+            done, total = engine.pinning()
+            if done < total:
+                self._progress.begin("pinning", "bytes", engine.pinning)
+            return device
+
+        self._open_device = open_device
         return self._faults.copies(engine)
 
     def _open_slow_tiers(self, stack: contextlib.ExitStack) -> SlowTiers:
@@ -293,6 +311,7 @@ class App:
         self._loop.add_ticker("socket", self._socket_tick)
         self._loop.add_ticker("drain", self._drain_tick)
         self._loop.add_ticker("reload", self._reloader.tick)
+        self._loop.add_ticker("progress", self._progress.tick)
 
     # --- events ------------------------------------------------------------------------------
 
@@ -332,6 +351,8 @@ class App:
         if self._drain_until_s is None:
             self._drain_until_s = now_s + self._config.limits.drain_ms_max / 1000 + drain_grace_s
             self._pipeline.drain(now_s)
+            total = self._pipeline.left()
+            self._progress.begin("drain", "left", countdown(total, self._pipeline.left))
 
     def _socket_tick(self, now_s: float) -> float:
         """End where nobody can reach us any more: whoever supervises us starts a new one."""

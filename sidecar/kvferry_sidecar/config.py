@@ -149,6 +149,10 @@ KNOWN = settings.keys_of(Config)
 HOT = frozenset(
     {
         "log.level",
+        "retention",
+        "loads.breaker",
+        "traces.sample_percent",
+        "traces.slow_ms",
         "limits.hashes_max",
         "limits.leases_max",
         "limits.jobs_max",

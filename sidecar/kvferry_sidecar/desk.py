@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from kvferry_sidecar.faults.kit import FaultKit
 from kvferry_sidecar.loop import Loop
 from kvferry_sidecar.observe import log as logs
 from kvferry_sidecar.observe import status
+from kvferry_sidecar.observe.progress import Progress, countdown
 from kvferry_sidecar.observe.reading import LoopView, Reading
 from kvferry_sidecar.observe.status import Document, TracesStatus
 from kvferry_sidecar.observe.traces import Traces
@@ -79,7 +80,11 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "log-level": LogLevel,
     "faults": Faults,
     "reload": Plain,
+    "pause-saves": Plain,
+    "resume-saves": Plain,
+    "flush": Plain,
 }
+SAVES = "saves"  # degraded while an operator has paused them
 
 
 class Desk:
@@ -92,11 +97,12 @@ class Desk:
         epoch: int,
         loaded: Callable[[], Loaded],
         lines: logs.Lines,
-        degraded: Mapping[str, str],
+        degraded: MutableMapping[str, str],
         findings: Sequence[Finding],
         drain: Callable[[float], None],
         reload: Callable[[bool], dict[str, object]],
         faults: FaultKit,
+        progress: Progress,
         traces: Traces | None = None,
         log: Log,
     ) -> None:
@@ -109,6 +115,7 @@ class Desk:
         self._drain = drain
         self._reload = reload
         self._faults = faults
+        self._progress = progress
         self._traces = traces
         self._log = log
         self._started_s = time.time()
@@ -193,6 +200,10 @@ class Desk:
             return {"level": wanted.level}
         if name == "reload":
             return self._reload(dry_run)
+        if name in ("pause-saves", "resume-saves"):
+            return self._pause(dry_run, paused=name == "pause-saves")
+        if name == "flush":
+            return self._flush(dry_run, now_s)
         if name == "clear-pool":
             stats = parts.pool.stats()
             free = stats.ready - stats.leased if dry_run else parts.pipeline.clear_pool()
@@ -201,6 +212,23 @@ class Desk:
         if not dry_run:
             self._drain(now_s)
         return {"jobs_open": sum(snapshot.jobs_open.values()), "leases": snapshot.leases}
+
+    def _pause(self, dry_run: bool, *, paused: bool) -> dict[str, object]:
+        if not dry_run:
+            self._parts.pipeline.pause_saves(paused=paused)
+            self._degraded.pop(SAVES, None)
+            if paused:
+                self._degraded[SAVES] = "paused by an operator: kvferry act resume-saves"
+        return {"saves_open": self._parts.pipeline.snapshot().jobs_open["save"]}
+
+    def _flush(self, dry_run: bool, now_s: float) -> dict[str, object]:
+        """Say what waits to be written on, have paused tiers tried at once, and watch it go."""
+        pipeline = self._parts.pipeline
+        waiting = pipeline.flush(now_s, count_only=dry_run)
+        total = sum(waiting.values())
+        if total and not dry_run:
+            self._progress.begin("write-behind", "objects", countdown(total, pipeline.backlog))
+        return {"waiting": waiting}
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -220,6 +248,7 @@ class Desk:
             uptime_s=now_s - self._began_s,
             degraded=dict(self._degraded),
             traces=self._traces_status(),
+            progress=self._progress.reading(),
         )
 
     def _traces_status(self) -> TracesStatus | None:

@@ -19,6 +19,7 @@ from kvferry_sidecar.observe.http.guard import read_token
 from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
 from kvferry_sidecar.observe.http.window import Desk, Window
 from kvferry_sidecar.observe.mailbox import Mailbox
+from kvferry_sidecar.observe.progress import Progress
 from kvferry_sidecar.observe.spans import Keep
 from kvferry_sidecar.observe.traces import Records, Traces
 
@@ -34,6 +35,7 @@ class Front:
         loaded: Loaded,
         loop: Loop,
         *,
+        progress: Progress,
         doctor: Callable[[], Sequence[Finding]],
         degraded: MutableMapping[str, str],
         log: Log,
@@ -50,6 +52,7 @@ class Front:
         stall_s_max = config.limits.loop_stall_ms_max / 1000
         self._window = Window(self._mailbox, lambda: loop.last_turn_at_s, stall_s_max)
         self._window.doctor = doctor
+        self._window.progress = progress.reading
         self._http = HttpServer(self._window, lambda: self._token, log)
         stack.callback(self._http.close)
         path = locks.http_path(config.run_dir)
@@ -79,6 +82,11 @@ class Front:
             self._records,
             self._log,
         )
+
+    def set_traces(self, config: Config) -> None:
+        """Keep traces by these settings from now on."""
+        if self.traces is not None:
+            self.traces.keep = Keep(config.traces.sample_percent, config.traces.slow_ms)
 
     def serve(self, desk: Desk) -> None:
         """The sidecar is complete."""

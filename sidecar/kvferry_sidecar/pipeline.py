@@ -258,6 +258,10 @@ class Pipeline:
         self._core.limits = limits
         self._jobs.desk.limits = limits
 
+    def set_breaker(self, *, enabled: bool) -> None:
+        """Whether hits that would lose are withheld, from now on; what was measured is kept."""
+        self._core.breaker.enabled = enabled
+
     def drain(self, now_s: float) -> None:
         """No new leases and saves; what is in flight ends, at the latest by drain_ms_max."""
         if not self._core.draining:
@@ -269,8 +273,27 @@ class Pipeline:
 
         Nor anything to be written to a tier that takes it; a call that hangs is not waited for.
         """
-        below = self._core.behind.waiting() or self._stores.calls_in_time()
-        return not (self._anything_open() or self._probes.staging.held() or below)
+        return not self.left()
+
+    def left(self) -> int:
+        """How many things a drain waits for: jobs, outcomes, leases, asks, writes, calls."""
+        core, desk = self._core, self._stores
+        held = len(core.outbox) + len(core.leases) + self._probes.staging.held()
+        return self._jobs.open_runs() + held + core.behind.waiting() + desk.calls_in_time()
+
+    def pause_saves(self, *, paused: bool) -> None:
+        """Refuse new saves from now on, or take them again; loads and open jobs go on."""
+        self._core.saves_paused = paused
+
+    def backlog(self) -> int:
+        """Objects that are still to be written to slower tiers."""
+        return sum(self._core.behind.backlog().values())
+
+    def flush(self, now_s: float, *, count_only: bool) -> dict[str, int]:
+        """Try paused tiers at once; return how many objects still wait for each tier."""
+        if not count_only:
+            self._stores.try_again(now_s)
+        return self._core.behind.backlog()
 
     @property
     def records(self) -> Records:
@@ -322,6 +345,7 @@ class Pipeline:
         kinds = Counter(part.run.work.kind for part in self._jobs.open_parts().values())
         return PipelineSnapshot(
             draining=core.draining,
+            saves_paused=core.saves_paused,
             jobs_open={"load": kinds["load"], "save": kinds["save"]},
             leases=len(core.leases),
             leased_entries=core.leases.entry_count(),

@@ -110,6 +110,9 @@ const ACTIONS = [
   ["clear-pool", "Drop every object that is neither leased nor being written.", {}],
   ["reload", "Read the configuration again.", {}],
   ["log-level", "Log everything (debug) until the next reload.", { level: "debug" }],
+  ["pause-saves", "Refuse new saves, for example before weights change; loads go on.", {}],
+  ["resume-saves", "Take saves again.", {}],
+  ["flush", "Try paused tiers at once, and write on what waits for slower tiers.", {}],
   ["drain", "Take no new work, end what is in flight, and exit.", {}],
 ];
 

@@ -61,7 +61,8 @@ def act(
 ) -> int:
     """Have the sidecar carry out ACTION.
 
-    drain; clear-pool; release-stale [idle_s=5]; log-level level=debug; reload.
+    drain; clear-pool; release-stale [idle_s=5]; log-level level=debug; reload; pause-saves;
+    resume-saves; flush.
     """
     api = Api(options.load(file, values, assignments).config.run_dir)
     given = dict(options.pair(text, "NAME=VALUE") for text in parameters)

@@ -93,6 +93,10 @@ class CudaCopyEngine:
             self._pinned = PinnedPool(driver, self._pool, self._log)
             self._pinned.start(ordinal)
 
+    def pinning(self) -> tuple[int, int]:
+        """Return the bytes of the pool that are pinned, and that will be. Any thread may ask."""
+        return self._pinned.progress() if self._pinned is not None else (0, 0)
+
     # --- engines.base.CopyEngine -------------------------------------------------------------
 
     def wake_fd(self) -> int:

@@ -125,6 +125,11 @@ class PinnedPool:
             if self._pinned_to < end:
                 raise self.failure or CudaError("the pool is being closed")
 
+    def progress(self) -> tuple[int, int]:
+        """Return the bytes pinned so far, and those to be; equal when no more will be."""
+        done = self._pinned_to - self.cuts[0]
+        return done, done if self._ended() else self.cuts[-1] - self.cuts[0]
+
     def stop(self) -> None:
         """Pin no further; whoever waits for that is told."""
         with self._moved:

@@ -39,6 +39,10 @@ class SeveralCopyEngines:
             )
         return self._cuda.open(memory, life)
 
+    def pinning(self) -> tuple[int, int]:
+        """Return the bytes of the pool that are pinned for a GPU, and that will be."""
+        return self._cuda.pinning()
+
     def wake_fd(self) -> int:
         """Descriptor that is readable exactly while results of either wait."""
         return self._epoll.fileno()

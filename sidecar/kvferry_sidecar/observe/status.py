@@ -21,6 +21,7 @@ from kvferry_native import PoolStats
 from kvferry_sidecar.geometry.device import DeviceMemory
 from kvferry_sidecar.geometry.identity import nearest_namespace
 from kvferry_sidecar.observe.log import bounded
+from kvferry_sidecar.observe.progress import WorkStatus
 from kvferry_sidecar.observe.shapes import GeometryStatus, geometry_status
 from kvferry_sidecar.sessions.model import Peer, Session
 
@@ -104,6 +105,7 @@ class Document(msgspec.Struct, frozen=True):
     uptime_s: float = 0.0
     degraded: Mapping[str, str] = {}  # what is not well
     traces: TracesStatus | None = None  # None: off
+    progress: list[WorkStatus] = []  # long work that is under way
 
 
 def document(  # noqa: PLR0917 - one caller; the order is the document's

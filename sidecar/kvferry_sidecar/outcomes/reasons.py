@@ -24,6 +24,7 @@ class Reason(enum.StrEnum):
     STAGING = "staging"
     NOT_READY = "not-ready"
     DRAINING = "draining"
+    PAUSED = "paused"
     VERSION = "version"
     HASHES_MAX = "hashes-max"
     ADMISSIONS_MAX = "admissions-max"
@@ -118,6 +119,9 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "see `kvferry status`: which rank is missing, and its refusal in the log",
     ),
     Reason.DRAINING: Explanation("the sidecar is shutting down", "start it again"),
+    Reason.PAUSED: Explanation(
+        "an operator paused saves", "`kvferry act resume-saves`, when the reason is gone"
+    ),
     Reason.VERSION: Explanation(
         "the request was admitted under an older namespace version (weights or cache were reset)",
         _NOTHING,

@@ -107,6 +107,10 @@ class Registry:
         """Halves that are gone and whose mappings wait for copies to stop."""
         return len(self._leaving)
 
+    def set_retention(self, retention: str) -> None:
+        """Another retention, for engines that register from now on."""
+        self._retention = retention
+
     def find(self, routing_id: bytes) -> Peer | None:
         """Return the half of a ZeroMQ routing id."""
         return self._by_routing_id.get(routing_id)

@@ -33,7 +33,8 @@ class WriteBehind:
             tier: deque() for tier in desk.tiers if tier.policy != "none"
         }
         self._disks = [tier for tier in desk.tiers if tier.source == "disk"]
-        self._putting: Counter[Tier] = Counter()
+        self._putting: Counter[Tier] = Counter()  # calls
+        self._writing: Counter[Tier] = Counter()  # their objects
 
     def entered(self, keys: Keys, form: Form, origin: Tier | None = None) -> None:
         """Objects were committed to the pool: by a save, or fetched from ``origin``."""
@@ -55,6 +56,10 @@ class WriteBehind:
     def waiting(self) -> int:
         """Objects that are still to be written, to tiers that can take them."""
         return sum(len(queue) for tier, queue in self._queues.items() if tier.on)
+
+    def backlog(self) -> dict[str, int]:
+        """Objects that wait or are being written now, by tier, also for one that is paused."""
+        return {t.name: len(queue) + self._writing[t] for t, queue in self._queues.items()}
 
     def _offer(self, keys: Keys, form: Form, policy: str, origin: Tier | None) -> None:
         for tier, queue in self._queues.items():
@@ -97,6 +102,7 @@ class WriteBehind:
 
         def done(result: CallResult, later_s: float) -> None:
             self._putting[tier] -= 1
+            self._writing[tier] -= len(items)
             self._pool.release(entries)
             tier.counts["put_objects"] += sum(result.stored)
             tier.counts["put_bytes"] += sum(result.stored) * form.payload_bytes
@@ -104,6 +110,7 @@ class WriteBehind:
             self.pump(later_s)
 
         self._putting[tier] += 1
+        self._writing[tier] += len(items)
         self._desk.send(tier, Put(tuple(items)), now_s, done)
 
     def _take(self, tier: Tier, queue: Waiting) -> tuple[list[bytes], Form]:

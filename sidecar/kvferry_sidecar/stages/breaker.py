@@ -58,7 +58,7 @@ class Breaker:
     """Owned by the control loop."""
 
     def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._sessions: dict[SessionKey, _Costs] = {}
 
     def computes(self, session: SessionKey, token_ns: int) -> None:
@@ -79,7 +79,7 @@ class Breaker:
     def withholds(self, session: SessionKey, tokens: int) -> bool:
         """Whether a hit of so many tokens is not to be offered."""
         costs = self._sessions.get(session)
-        if not self._enabled or costs is None or not costs.loses(tokens):
+        if not self.enabled or costs is None or not costs.loses(tokens):
             return False
         costs.losing += 1
         if costs.losing % trial_every == 0:
@@ -100,7 +100,7 @@ class Breaker:
                 loads=costs.loads,
                 withheld=costs.withheld,
                 trials=costs.losing - costs.withheld,
-                open=self._enabled and costs.loses(1 << 20),
+                open=self.enabled and costs.loses(1 << 20),
                 saved_s=round(costs.saved_s, 6),
             )
             for key, costs in self._sessions.items()

@@ -51,6 +51,7 @@ class Core:
     breaker: Breaker
     shadows: Shadows
     draining: bool = False
+    saves_paused: bool = False
     declines: Counter[Reason] = field(default_factory=Counter)
     skips: Counter[Reason] = field(default_factory=Counter)
     damaged_chunks: int = 0  # dropped with or behind a checksum mismatch

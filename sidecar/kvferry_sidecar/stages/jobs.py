@@ -234,6 +234,8 @@ class Jobs:
         if isinstance(job, SaveJob):
             if self._core.draining:
                 return Decline(Reason.DRAINING, "no save is started while the sidecar drains")
+            if self._core.saves_paused:
+                return Decline(Reason.PAUSED, "an operator paused saves")
             if absent:
                 return Decline(Reason.PARTNER, f"ranks {sorted(absent)} cannot take part")
         work = (

@@ -66,3 +66,4 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
     staging: dict[str, int] = {}  # asks that waited for slower tiers, and bounds that were hit
     breaker: dict[str, BreakerReading] = {}  # load or recompute, by engine
     shadow: ShadowReading | None = None  # hits computed and compared
+    saves_paused: bool = False  # by an operator

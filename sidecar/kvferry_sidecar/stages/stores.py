@@ -127,6 +127,12 @@ class StoreDesk:
         waits += [o.sent_s + self._late_s - now_s for o in self._first_in_time()]
         return max(0.0, min(waits, default=math.inf))
 
+    def try_again(self, now_s: float) -> None:
+        """Have paused tiers tried at the next tick."""
+        for tier in self.tiers:
+            if tier.state is TierState.PAUSED:
+                tier.trial_at_s = now_s
+
     def calls_in_time(self) -> int:
         """Calls that are open and not late: worth waiting for."""
         return len(self._open) - sum(len(tier.late) for tier in self.tiers)

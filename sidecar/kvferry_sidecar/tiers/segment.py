@@ -94,6 +94,14 @@ def open_pool(
     return PoolSegment(pool, lock, segment_bytes, warm)
 
 
+def held_bytes(name: str) -> int:
+    """Return the memory that a segment has by now; 0 for none."""
+    try:
+        return (SHM_DIR / name).stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
 def _lock(name: str) -> locks.FileLock:
     path = SHM_DIR / name
     for _ in range(locks.lock_attempts_max):

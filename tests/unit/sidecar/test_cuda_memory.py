@@ -174,7 +174,9 @@ def test_the_arena_is_pinned_chunk_by_chunk_and_given_back_in_reverse(
 ) -> None:
     pinned = PinnedPool(Driver(str(library())), pool, LOG)
     pinned.start(0)
+    assert pinned.progress()[1] == 4 * 8192
     pinned.wait(pool.total_bytes)
+    assert pinned.progress() == (4 * 8192, 4 * 8192)
     assert len(gpu.calls("cuMemHostRegister_v2")) == 4
     assert not gpu.pinned(pool.address), "the index is no GPU's business"
     assert all(gpu.pinned(pool.address + at) for at in range(8192, 5 * 8192, 4096))
@@ -191,6 +193,7 @@ def test_what_is_pinned_serves_when_the_rest_cannot_be(gpu: FakeGpu, pool: PoolS
     pinned.wait(3 * 8192)
     with pytest.raises(CudaError, match="memlock"):
         pinned.wait(3 * 8192 + 1)
+    assert pinned.progress() == (2 * 8192, 2 * 8192), "no more will be"
     pinned.close()
     assert len(gpu.calls("cuMemHostUnregister")) == 2
     assert not gpu.pinned(pool.address + 8192)

@@ -82,7 +82,7 @@ def test_sighup_reloads_and_the_sidecar_goes_on(file):
         kept = 'kvferry_degraded{what="configuration"} 1.0'
         wait_until(lambda: kept in local.get("/metrics").text, "the mistake is told")
         assert sidecar.status()["config"]["limits"]["jobs_max"] == 5
-        file.write_text("[limits]\njobs_max = 77\n")
+        file.write_text("[limits]\njobs_max = 77\n[loads]\nbreaker = false\n")
         sidecar.process.process.send_signal(signal.SIGHUP)
         wait_until(
             lambda: sidecar.status()["config"]["limits"]["jobs_max"] == 77, "the limit is read"

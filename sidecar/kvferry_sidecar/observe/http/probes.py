@@ -34,7 +34,7 @@ def routes(window: Window) -> list[Route]:
 
     async def startupz(request: Request) -> Response:
         started = window.desk is not None
-        return _answer(request, [Check("pool", started, "ready" if started else "is being made")])
+        return _answer(request, [Check("pool", started, "ready" if started else _made(window))])
 
     async def readyz(request: Request) -> Response:
         try:
@@ -80,6 +80,12 @@ def readiness(reading: Reading) -> list[Check]:
             text = "its scheduler half is not registered: see the engine's log"
         checks.append(Check(name, session.ready, text))
     return checks
+
+
+def _made(window: Window) -> str:
+    """Return how far the pool is, which takes minutes for a large one."""
+    works = [f", {one.done} of {one.total} {one.unit}" for one in window.progress()]
+    return "is being made" + "".join(works)
 
 
 def _answer(request: Request, checks: list[Check]) -> Response:
