@@ -96,6 +96,8 @@ def test_nothing_is_withheld_when_it_is_off_or_the_engine_is_silent() -> None:
     bed, engine = start(breaker=False)
     last = measured(bed, engine, seconds=0.5)
     assert offered(bed, engine, last + 1) == CHUNKS * BLOCK
+    bed.pipeline.set_breaker(enabled=True)  # by a reload
+    assert offered(bed, engine, last + 2) == 0
     bed, engine = Bed(), make_engine()
     bed.stored(engine, 1, CHUNKS)
     last = measured(bed, engine, seconds=0.5)
