@@ -197,7 +197,7 @@ class Pipeline:
         self._core.forget_shape(peer.session)
         if peer.role == "scheduler":
             self._core.announcer.gone(peer)
-            self._probes.on_gone(peer)
+            self._probes.on_gone(peer, now_s)
             self._core.shadows.drop_life(peer.session.life)
         else:
             self._jobs.on_gone(peer, reason, now_s)

@@ -106,6 +106,10 @@ class Records:
         """Return one record while it is in the ring."""
         return self._ring.get(key)
 
+    def admissions_of(self, life: bytes) -> list[int]:
+        """Return the admissions of one scheduler half that are in the ring."""
+        return [admission for owner, admission in self._ring if owner == life]
+
     def all(self) -> tuple[Record, ...]:
         """Return the records, oldest first; only pointers are copied."""
         return tuple(self._ring.values())

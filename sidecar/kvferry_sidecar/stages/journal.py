@@ -144,6 +144,11 @@ class Journal:
         if record is not None and not record.ended_s:
             record.ended_s = now_s
 
+    def gone(self, session: Session, now_s: float) -> None:
+        """The engine's scheduler half is gone: its last releases may never come."""
+        for admission in self.records.admissions_of(session.life):
+            self.released(session, admission, now_s)
+
     def _hit(
         self, session: Session, admission: Admission, answer: Answer, reached: int, now_s: float
     ) -> None:

@@ -117,8 +117,9 @@ class Probes:
         self._core.leases.reconcile(peer.generation, beat.as_of, beat.live, now_s)
         self._core.breaker.computes(peer.session.key, beat.token_ns)
 
-    def on_gone(self, peer: Peer) -> None:
+    def on_gone(self, peer: Peer, now_s: float) -> None:
         """The scheduler half is gone: nothing it was promised is needed, except by jobs."""
+        self._core.journal.gone(peer.session, now_s)
         self._core.admissions.drop_generation(peer.generation)
         self._core.leases.drop_generation(peer.generation)
         self._core.breaker.forget(peer.session.key)

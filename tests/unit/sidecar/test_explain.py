@@ -48,6 +48,15 @@ def test_a_prompt_that_leaves_what_is_stored():
     assert bed.pipeline.snapshot().journal.hit_tokens == {"host": 3 * BLOCK}
 
 
+def test_an_engine_that_left_without_releases_ends_its_records():
+    bed, engine = Bed(), make_engine()
+    bed.probe(engine, 1, 1, 4)
+    assert not told(bed, engine, 1).ended
+    bed.now_s += 2.0
+    bed.pipeline.on_bye(engine.scheduler, bed.now_s)
+    assert told(bed, engine, 1).ended
+
+
 def test_evicted_and_how_long_ago():
     bed, engine = Bed(slots=4), make_engine()
     bed.stored(engine, 1, 4)
