@@ -50,6 +50,7 @@ class Saver:
         self._align_tokens = engine.alignment_tokens
         self._life = engine.life
         self._unsettled_tokens = engine.reprefill_tokens
+        self._drafted = engine.use_eagle
         self.manager: KVCacheManager | None = None  # its tables name the blocks of a request
         self._elapsed = self._serial = 0
         # Heap of (due_at, serial, request); void unless the request's ``due`` is the serial.
@@ -66,7 +67,7 @@ class Saver:
 
     def drop(self, tracked: Tracked) -> None:
         """The request holds no KV any more (saves under way keep their own pins)."""
-        tracked.due = tracked.prefill_tokens = 0
+        tracked.due = tracked.prefill_tokens = tracked.tail_tokens = 0
 
     def _plan(self, tracked: Tracked, due_at: int) -> None:
         self._serial = tracked.due = self._serial + 1
@@ -87,7 +88,8 @@ class Saver:
             if tokens is None:
                 self._plan(tracked, elapsed + 1)
             elif tracked.admission.version == version:  # else its KV is of an older version
-                self._plan(tracked, elapsed + self._save(tracked, tokens, step))
+                soon = self._save_tail(tracked, tokens, step)
+                self._plan(tracked, elapsed + min(soon, self._save(tracked, tokens, step)))
 
     def hand_over(
         self,
@@ -115,15 +117,12 @@ class Saver:
         if not hand_offs:
             return
         ends = [state.end_tokens for state in hand_offs]
-        start = end = max(ends)
+        start = end = boundary = max(ends)
         slices: list[hot.TableSlice] = []
         ids: list[int] = []
         if self._align_tokens < self._unit_tokens:
-            start = end // self._unit_tokens * self._unit_tokens  # before it whole units are saved
-            reach = min(self._known(tracked, tokens), hashed, end + self._unit_tokens)
-            end = max(end, reach // self._hash_tokens * self._hash_tokens)
-            table = self._table(tracked)
-            slices, ids = cut_tables(table, self._block_tokens, link.stored_groups, start, end)
+            final = min(self._known(tracked, tokens), hashed)
+            (start, end), slices, ids = self._tail(tracked, boundary, final, link)
         blocks = [*filter(None, ids), *(state.block for state in hand_offs)]
         if len(blocks) > self._jobs.room:
             self._count("pinned_blocks_max")
@@ -131,8 +130,51 @@ class Saver:
         span = (start, end, min(*ends, start + self._hash_tokens) // self._hash_tokens - 1)
         self._order(
             tracked, span, blocks, link, step, slices=slices, ids=ids, hand_offs=hand_offs,
-            tail_tokens=max(ends) if slices else 0,
+            tail_tokens=boundary if slices else 0,
         )  # fmt: skip
+        if slices and self._drafted and end < boundary + self._hash_tokens:
+            tracked.tail_tokens = boundary
+            self._plan(tracked, self._elapsed)
+
+    def _tail(
+        self, tracked: Tracked, boundary: int, final: int, link: Link
+    ) -> tuple[tuple[int, int], list[hot.TableSlice], list[int]]:
+        """Return the span, slices and block ids of the attention around a state's boundary.
+
+        From where whole units end (they are saved by themselves) to ``final``, at most a unit on.
+        """
+        start = boundary // self._unit_tokens * self._unit_tokens
+        reach = min(final, boundary + self._unit_tokens) // self._hash_tokens * self._hash_tokens
+        end = max(boundary, reach)
+        table, groups = self._table(tracked), link.stored_groups
+        return (start, end), *cut_tables(table, self._block_tokens, groups, start, end)
+
+    def _save_tail(self, tracked: Tracked, tokens: int, step: int) -> int:
+        """Order the attention above a state, once it is computed; returns the tokens until then.
+
+        A drafter's lookup matches the hash above the boundary and drops it. A state at the end of a
+        block is handed over before that hash's tokens are computed.
+        """
+        boundary, unit = tracked.tail_tokens, self._unit_tokens
+        if not boundary:
+            return unit
+        hashed = len(tracked.request.block_hashes) * self._hash_tokens
+        final = min(self._known(tracked, tokens), hashed)
+        missing, link = boundary + self._hash_tokens - final, self._link()
+        if missing > 0 or link is None:
+            return max(1, missing)
+        span, slices, ids = self._tail(tracked, boundary, final, link)
+        blocks = [*filter(None, ids)]
+        if len(blocks) > self._jobs.room:
+            self._count("pinned_blocks_max")
+            return 1
+        tracked.tail_tokens = 0
+        start, end = span
+        self._order(
+            tracked, (start, end, start // self._hash_tokens), blocks, link, step,
+            slices=slices, ids=ids, tail_tokens=boundary,
+        )  # fmt: skip
+        return unit
 
     def _known(self, tracked: Tracked, tokens: int) -> int:
         """Return how far the KV is final once ``tokens`` more are computed.

@@ -41,12 +41,7 @@ def test_a_repeated_prompt_hits_one_block_below_its_end(
     assert not engine.node.lost, "each block was saved while the engine still had it"
     engine.add("again", tokens)
     engine.run()
-    (own, *_) = [
-        new.num_computed_tokens
-        for output in engine.outputs
-        for new in output.scheduled_new_reqs
-        if new.req_id == "again"
-    ]
+    own = engine.first_computed("again")
     engine.forget_local()
     engine.node.jobs.clear()
     engine.add("b", tokens)

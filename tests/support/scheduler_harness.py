@@ -215,6 +215,15 @@ class SchedulerUnderTest:
         """Return how many tokens of a stored prompt a repeated one loads."""
         return (len(tokens) - 1) // self.unit * self.unit
 
+    def first_computed(self, name: str) -> int:
+        """Return how many tokens a request had when it first ran."""
+        return next(
+            new.num_computed_tokens
+            for output in self.outputs
+            for new in output.scheduled_new_reqs
+            if new.req_id == name
+        )
+
     def assert_idle(self, errors: int = 0) -> None:
         """Nothing is left anywhere: pins, jobs, leases, admissions."""
         assert not self.half._jobs

@@ -22,8 +22,9 @@ COLUMNS_MAX = 100
 # cache reset meets 28, groups of several specs and caches held by several ranks 34, bounded
 # lists of ids and an idle rank that still listens 4, states and their hand-offs 54, outcomes
 # acknowledged together 14, KV events 116, what a token costs 28, GPU
-# memory and words that its stream writes 125, hits inside a block of states 36).
-CONNECTOR_LINES_MAX = 2954
+# memory and words that its stream writes 125, hits inside a block of states 36, what a
+# drafter matches above them 25).
+CONNECTOR_LINES_MAX = 2980
 
 # path: lines it had when it went over the goal
 RATCHET: dict[str, int] = {"tests/unit/sidecar/test_segment.py": 419}
