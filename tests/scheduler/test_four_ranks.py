@@ -159,6 +159,22 @@ def test_denser_retention_hits_inside_a_long_prompt(
             moved(sidecar)
 
 
+@pytest.mark.parametrize("specs", [PER_RANK, REPLICATED], ids=["per rank", "replicated"])
+def test_ranks_that_share_a_block_s_tokens_each_keep_their_own(
+    sidecar: SidecarUnderTest, engine: Start, specs: dict[str, Any]
+) -> None:
+    """Decode context parallel: a chunk has the tokens of two blocks, and no rank is a replica."""
+    with engine(specs, ranks=2, dcp=2) as writer:
+        writer.run("cold", prompt(9))
+    assert sidecar.status()["pool"]["ready"] == 4, "of 9 blocks of tokens, one chunk in two"
+    with engine(specs, ranks=2, dcp=2) as reader:
+        assert reader.run("warm", prompt(9)) == 4 * 2 * BLOCK
+        size = CHUNK_BYTES["per rank" if specs is PER_RANK else "replicated"]
+        assert moved(sidecar) == (2 * 4 * size, 2 * 4 * size)
+    with engine(specs, ranks=2) as other:
+        assert other.run("warm", prompt(9)) == 0, "other tokens in the same blocks"
+
+
 def test_without_the_hybrid_manager_windows_are_kept_as_full_attention(
     sidecar: SidecarUnderTest, engine: Start
 ) -> None:

@@ -99,3 +99,27 @@ def test_a_table_without_its_nulls_is_sent_whole(tmp_path: Path) -> None:
     table = next(table for table in job.tables if table.group == 1)
     assert (table.start, table.count) == (0, 12 + 2)
     engine.assert_idle()
+
+
+@pytest.mark.parametrize("match_unit", [None, 32])
+@pytest.mark.parametrize("sizes", [(16, 32), (16, 64), (32, 32)])
+def test_states_beside_attention_whose_tokens_two_ranks_share(
+    tmp_path: Path, sizes: tuple[int, int], match_unit: int | None
+) -> None:
+    """Decode context parallel: attention's blocks are twice as long, a state's are not."""
+    engine = SchedulerUnderTest(
+        tmp_path, specs=[full(sizes[0]), mamba(sizes[1])], num_blocks=128, ranks=2, dcp=2,
+        match_unit=match_unit,
+    )  # fmt: skip
+    engine.add("own", PROMPT)
+    engine.run()
+    engine.add("again", PROMPT)
+    engine.run()
+    own = engine.first_computed("again")
+    engine.forget_local()
+    engine.node.jobs.clear()
+    engine.add("b", PROMPT)
+    engine.run()
+    assert loads_of(engine.node) == [("b", 0, own)]
+    assert own >= 128
+    engine.assert_idle()

@@ -178,9 +178,10 @@ class EngineOfRanks:
         draft_tokens: int = 0,
         kv_events: bool = False,
         hybrid: bool = True,
+        dcp: int = 1,
     ) -> None:
         self._draft_tokens = draft_tokens
-        vllm_config = _make_config(folder, run_dir, specs, ranks, batch, draft_tokens)
+        vllm_config = _make_config(folder, run_dir, specs, (ranks, dcp), batch, draft_tokens)
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
         vllm_config.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=kv_events, publisher="null"
@@ -219,7 +220,9 @@ class EngineOfRanks:
         vllm_config.cache_config.num_gpu_blocks = kv_config.num_blocks
         self.unit, self._hash_tokens = resolve_kv_cache_block_sizes(kv_config, vllm_config)
         self._hasher = get_request_block_hasher(self._hash_tokens, sha256_cbor)
-        self._blocks = [group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups]
+        dcp = vllm_config.parallel_config.decode_context_parallel_size
+        found = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
+        self._blocks = [spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in found]
         return Scheduler(
             vllm_config=vllm_config,
             kv_cache_config=kv_config,
@@ -352,13 +355,25 @@ def engine_of_ranks(
 
 
 def _make_config(
-    folder: Path, run_dir: Path, specs: Mapping[str, Any], ranks: int, batch: int, draft_tokens: int
+    folder: Path,
+    run_dir: Path,
+    specs: Mapping[str, Any],
+    sizes: tuple[int, int],
+    batch: int,
+    draft_tokens: int,
 ) -> VllmConfig:
+    """A VllmConfig of ``sizes`` (tensor parallel, decode context parallel) ranks."""
     model = {**MODEL, "num_attention_heads": 4, "max_position_embeddings": CONTEXT_TOKENS}
+    if sizes[1] > 1:  # heads are split first: only ranks that would hold the same share tokens
+        model["num_key_value_heads"] = 1
     if not (folder / "config.json").exists():  # its time is part of the model's identity
         (folder / "config.json").write_text(json.dumps(model))
     model_config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=1)
-    parallel_config = ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp")
+    parallel_config = ParallelConfig(
+        tensor_parallel_size=sizes[0],
+        decode_context_parallel_size=sizes[1],
+        distributed_executor_backend="mp",
+    )
     speculative_config = None
     if draft_tokens:
         speculative_config = SpeculativeConfig(

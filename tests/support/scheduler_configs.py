@@ -79,13 +79,13 @@ def mamba(block: int, scratch: int = 0, **fields: Any) -> MambaSpec:
     )  # fmt: skip
 
 
-def rank_group(number: int, spec: Any, eagle: bool) -> RankGroup:
+def rank_group(number: int, spec: Any, eagle: bool, dcp: int = 1) -> RankGroup:
     """The group as the sidecar has it after registration."""
     kind, _ = spec_kind(spec)
     return RankGroup(
         group=number,
         kind=kind,
-        block_tokens=spec.block_size,
+        block_tokens=spec.block_size * (dcp if spec.dcp_sharded else 1),
         layout=None,
         payload_bytes=0,
         num_blocks=0,
@@ -141,10 +141,12 @@ def drafter(drafts: int) -> SpeculativeConfig:
 def make_config(
     folder: Path, *, block_size: int = 16, batch: int = 64, policy: str = "recompute",
     asynchronous: bool = False, extra: dict[str, Any] | None = None, ranks: int = 1,
-    beside: str = "",
+    beside: str = "", dcp: int = 1,
 ) -> VllmConfig:  # fmt: skip
     """A VllmConfig from a config.json in ``folder``; nothing is fetched."""
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    # Heads are split first: only ranks that would hold the same ones share a block's tokens.
+    model = MODEL if dcp == 1 else {**MODEL, "num_key_value_heads": 1}
+    (folder / "config.json").write_text(json.dumps(model))
     return VllmConfig(
         model_config=ModelConfig(
             model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=1
@@ -165,7 +167,8 @@ def make_config(
         }, beside)),
         device_config=DeviceConfig("cpu"),
         parallel_config=ParallelConfig(
-            tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni"
+            tensor_parallel_size=ranks, distributed_executor_backend="mp" if ranks > 1 else "uni",
+            decode_context_parallel_size=dcp,
         ),
     )  # fmt: skip
 

@@ -48,14 +48,14 @@ class SchedulerUnderTest:
         batch: int = 64, policy: str = "recompute", asynchronous: bool = False,
         v2_runner: bool = False, specs: Sequence[Any] = (), retention: int | None = 0,
         ranks: int = 1, match_unit: int | None = None, drafts: int = 0,
-        eagle: Sequence[int] = (), beside: str = "", **extra: Any,
+        eagle: Sequence[int] = (), beside: str = "", dcp: int = 1, **extra: Any,
     ) -> None:  # fmt: skip
         specs = specs or [full(block) for block in blocks]
         blocks = [spec.block_size for spec in specs]
         vllm_config = make_config(
             folder, block_size=blocks[0], batch=batch, policy=policy,
             asynchronous=asynchronous, extra={"run_dir": str(folder), **extra}, ranks=ranks,
-            beside=beside,
+            beside=beside, dcp=dcp,
         )  # fmt: skip
         if drafts:
             vllm_config.speculative_config = drafter(drafts)
@@ -68,7 +68,7 @@ class SchedulerUnderTest:
         )  # fmt: skip
         self.blocks = list(blocks)
         self.node = ScriptedNode(
-            [rank_group(number, spec, number in eagle) for number, spec in enumerate(specs)],
+            [rank_group(number, spec, number in eagle, dcp) for number, spec in enumerate(specs)],
             self.hash_tokens,
         )
         self._hasher = get_request_block_hasher(self.hash_tokens, sha256_cbor)
