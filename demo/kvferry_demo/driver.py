@@ -41,6 +41,7 @@ class _Live:
     hit_tokens: int = 0
     finish: str = ""
     kv_digest: str = ""
+    drafts: list[int] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
 
 
@@ -124,6 +125,8 @@ class Driver:
         outputs, executed = self._core.step_fn()
         self._core.post_step(model_executed=executed)
         now_s = time.monotonic()
+        for one in self._live.values():
+            one.drafts.extend(one.request.spec_token_ids)
         for output in outputs[0].outputs if outputs and 0 in outputs else ():
             live = self._live.get(output.request_id)
             if live is not None:
@@ -282,4 +285,5 @@ def _result(live: _Live) -> Result:
         preemptions=live.request.num_preemptions,
         admissions=live.admissions,
         kv_digest=live.kv_digest,
+        drafts=live.drafts,
     )

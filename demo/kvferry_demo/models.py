@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 1024
 CONTEXT_TOKENS = 8192
@@ -19,18 +20,32 @@ Value = (
 )  # fmt: skip
 
 
+DRAFTS = 2  # tokens that a drafter proposes per step
+_DRAFTER_FOLDER = "drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A draft model: vLLM's name of the method, and its config.json."""
+
+    method: str
+    config: Mapping[str, Value]
+
+
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """One model: what it stands for, its config.json, and overrides of vLLM's EngineArgs.
 
     ``by_bytes``: its output depends on how a prompt is cut into steps, with or without a cache,
-    so what two engines hold of a prompt is compared as bytes instead.
+    so what two engines hold of a prompt is compared as bytes instead. With a ``drafter``, its
+    proposals are compared too: the output is the same whatever they are.
     """
 
     about: str
     config: Mapping[str, Value]
     engine: Mapping[str, Value] = field(default_factory=dict)
     by_bytes: bool = False
+    drafter: Drafter | None = None
 
 
 def _decoder(architecture: str, model_type: str, **own: Value) -> dict[str, Value]:
@@ -84,10 +99,33 @@ def _layers(pattern: str) -> list[str]:
     return [names[letter] for letter in pattern]
 
 
+_LLAMA = _decoder("LlamaForCausalLM", "llama")
+_GPTOSS = _decoder(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    head_dim=64,
+    attention_bias=True,
+    sliding_window=WINDOW_TOKENS,
+    layer_types=_layers("sfsf"),
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    rope_theta=150000.0,
+    rope_scaling={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+)
+
 MODELS: Mapping[str, TinyModel] = {
-    "llama": TinyModel(
-        about="one group of full attention",
-        config=_decoder("LlamaForCausalLM", "llama"),
+    "llama": TinyModel(about="one group of full attention", config=_LLAMA),
+    "llama_eagle": TinyModel(
+        about="one group of full attention, a drafter's layer in it",
+        config=_LLAMA,
+        drafter=Drafter("eagle", _LLAMA | {"num_hidden_layers": 1}),
     ),
     "qwen3": TinyModel(
         about="one group of full attention, normalised queries and keys",
@@ -97,25 +135,18 @@ MODELS: Mapping[str, TinyModel] = {
         about="one group of sliding windows, no full attention at all",
         config=_decoder("MistralForCausalLM", "mistral", sliding_window=WINDOW_TOKENS),
     ),
-    "gptoss": TinyModel(
-        about="sliding windows and full attention, layer by layer",
-        config=_decoder(
-            "GptOssForCausalLM",
-            "gpt_oss",
-            head_dim=64,
-            attention_bias=True,
-            sliding_window=WINDOW_TOKENS,
-            layer_types=_layers("sfsf"),
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            rope_theta=150000.0,
-            rope_scaling={
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
+    "gptoss": TinyModel(about="sliding windows and full attention, layer by layer", config=_GPTOSS),
+    "gptoss_eagle": TinyModel(
+        about="sliding windows and full attention, a drafter's layer in a group of its own",
+        config=_GPTOSS,
+        drafter=Drafter(
+            "eagle3",
+            _LLAMA
+            | {
+                "num_hidden_layers": 1,
+                "head_dim": 64,
+                "target_hidden_size": 64,
+                "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
             },
         ),
     ),
@@ -299,12 +330,31 @@ DEFAULT_MODEL = "llama"
 def write_model(name: str, folder: Path) -> Path:
     """Write the model's config.json under ``folder/name`` and return that directory.
 
-    Raises KeyError, naming the known models, when there is no such model.
+    A drafter's lies in a folder inside it. Raises KeyError, naming the known models, when there
+    is no such model.
     """
     if name not in MODELS:
         raise KeyError(f"no tiny model {name!r}; there are: {', '.join(MODELS)}")
-    directory = folder / name
-    directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dict(MODELS[name].config), indent=1, sort_keys=True)
-    (directory / "config.json").write_text(text)
+    model, directory = MODELS[name], folder / name
+    _write_config(directory, model.config)
+    if model.drafter is not None:
+        _write_config(directory / _DRAFTER_FOLDER, model.drafter.config)
     return directory
+
+
+def engine_settings(name: str, directory: Path) -> dict[str, Any]:
+    """Return the overrides of EngineArgs that a model written to ``directory`` needs."""
+    model = MODELS[name]
+    settings: dict[str, Any] = dict(model.engine)
+    if model.drafter is not None:
+        settings["speculative_config"] = {
+            "method": model.drafter.method,
+            "model": str(directory / _DRAFTER_FOLDER),
+            "num_speculative_tokens": DRAFTS,
+        }
+    return settings
+
+
+def _write_config(directory: Path, config: Mapping[str, Value]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(dict(config), indent=1, sort_keys=True))

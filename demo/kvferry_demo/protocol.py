@@ -126,6 +126,7 @@ class Result(msgspec.Struct, frozen=True):
     """One finished request. ``hit_tokens`` came from kvferry, ``local_tokens`` from vLLM itself.
 
     ``kv_digest``: of the prompt's whole blocks below its last token, at the first output token.
+    ``drafts``: what a drafter proposed, step after step.
     """
 
     request: str
@@ -138,6 +139,7 @@ class Result(msgspec.Struct, frozen=True):
     preemptions: int
     admissions: list[Admission]
     kv_digest: str = ""
+    drafts: list[int] = []
 
 
 class Running(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from typing import NoReturn
 import msgspec
 
 from kvferry_demo import protocol
-from kvferry_demo.models import DEFAULT_MODEL, MODELS, write_model
+from kvferry_demo.models import DEFAULT_MODEL, MODELS, engine_settings, write_model
 from kvferry_demo.processes import ChildError, Engine, Sidecar, new_pool_name
 from kvferry_demo.prompts import PROMPTS_MAX, Prompt, cut_prompts
 
@@ -30,7 +30,8 @@ OUTPUT_TOKENS = 16
 class Row(msgspec.Struct, frozen=True):
     """One prompt: what came from kvferry, how long to the first token, the same output?
 
-    Of a model that is compared by its bytes: the same KV, whatever the output.
+    Of a model that is compared by its bytes: the same KV, whatever the output. With a drafter:
+    the same proposals too, ``drafts`` of them.
     """
 
     tokens: int
@@ -39,6 +40,7 @@ class Row(msgspec.Struct, frozen=True):
     ttft_cold_ms: float
     ttft_warm_ms: float
     identical: bool
+    drafts: int = 0
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -101,7 +103,7 @@ def _measure(model: str, model_dir: Path, prompts: list[Prompt], folder: Path) -
         run_dir=str(run_dir),
         connector_extra=patience,
         kv_digests=MODELS[model].by_bytes,
-        engine_args=dict(MODELS[model].engine),
+        engine_args=engine_settings(model, model_dir),
     )
     pool = new_pool_name("demo")
     log = folder / "sidecar.log"
@@ -119,13 +121,24 @@ def _measure(model: str, model_dir: Path, prompts: list[Prompt], folder: Path) -
             bytes=loaded_bytes,
             ttft_cold_ms=round(one.ttft_ms, 3),
             ttft_warm_ms=round(two.ttft_ms, 3),
-            identical=(
-                one.kv_digest == two.kv_digest if setup.kv_digests else one.output == two.output
-            ),
+            identical=_same(one, two, prompt),
+            drafts=len(two.drafts),
         )
-        for (one, _), (two, loaded_bytes) in zip(cold, warm, strict=True)
+        for (one, _), (two, loaded_bytes), prompt in zip(cold, warm, prompts, strict=True)
     ]
-    return Report(model, rows, "KV prefixes" if setup.kv_digests else "outputs")
+    outputs = "outputs" if MODELS[model].drafter is None else "outputs and drafts"
+    return Report(model, rows, "KV prefixes" if setup.kv_digests else outputs)
+
+
+def _same(one: protocol.Result, two: protocol.Result, prompt: Prompt) -> bool:
+    """Tell whether both engines did the same with a prompt.
+
+    What a drafter holds of a token depends on the next one. Where prompts part at the end of a
+    block, vLLM too keeps what the first of them left there: only what is proposed may differ.
+    """
+    if one.kv_digest or two.kv_digest:
+        return one.kv_digest == two.kv_digest
+    return one.output == two.output and (prompt.shared_tokens > 0 or one.drafts == two.drafts)
 
 
 def _engine_life(

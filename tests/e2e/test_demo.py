@@ -20,7 +20,7 @@ def pools() -> set[str]:
     return {path.name for path in SHARED_MEMORY.glob("kvferry-demo-*")}
 
 
-LONG = ("falconh1", "granitehybrid", "qwen3next")
+LONG = ("falconh1", "gptoss", "granitehybrid", "llama_eagle", "qwen3next")
 # The prompts are this repository's texts: with some of them the last of 16 tokens is a tie that
 # vLLM's own prefix hit, without any connector, decides one way or the other.
 TIES = ("lfm2",)
@@ -49,12 +49,14 @@ def test_demo(model: str, tmp_path: Path) -> None:
             "ttft_cold_ms",
             "ttft_warm_ms",
             "identical",
+            "drafts",
         }
         assert one["identical"] or model in TIES
         assert one["hit_tokens"] > 0 or one["tokens"] <= SHORT.get(model, 0)
         if model in FULL_ONLY:
             assert one["bytes"] == one["hit_tokens"] * 2048
         assert (one["bytes"] > 0) == (one["hit_tokens"] > 0)
+        assert (one["drafts"] > 0) == (MODELS[model].drafter is not None)
     assert pools() <= before, "the demo's pool is left behind"
     if done.returncode:
         assert sum(not one["identical"] for one in prompts) == 1

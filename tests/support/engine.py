@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry_demo import protocol
-from kvferry_demo.models import MODELS, write_model
+from kvferry_demo.models import engine_settings, write_model
 from kvferry_demo.processes import Engine
 from kvferry_demo.prompts import encode, read_corpus
 from support.logs import watch_log
@@ -140,7 +140,7 @@ def running_engine(
             model_dir=str(model_dir(model)),
             run_dir=str(run_dir),
             connector_extra={**PATIENCE, **(connector_extra or {})},
-            engine_args={**MODELS[model].engine, **(engine_args or {})},
+            engine_args={**engine_settings(model, model_dir(model)), **(engine_args or {})},
             **setup,
         )
         log = folder / "engine.log"

@@ -20,6 +20,7 @@ from kvferry_sidecar.geometry.validate import validate_rank
 from kvferry_sidecar.sessions.model import RankGeometry
 from support.vllm_memory import Kv, allocating
 from support.waiting import wait_until
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -54,6 +55,18 @@ MODELS: dict[str, dict[str, Any]] = {
             state_content_bytes=656,
             tokens_per_state=4,
             alignment=576,
+        )
+    },
+    "nvfp4 blobs": {"a": packed(cache_dtype_str="nvfp4_ds_mla", state_content_bytes=352)},
+    "nvfp4 with block scales in the row": {
+        "a": FullAttentionSpec(
+            block_size=32,
+            num_kv_heads=2,
+            head_size=64,
+            dtype=torch.uint8,
+            num_head_slots=2 * 2,  # keys and values have slots of their own
+            state_content_bytes=nvfp4_kv_cache_full_dim(64),
+            kv_quant_mode=interface.KVQuantMode.NVFP4,
         )
     },
     "fp8": {
