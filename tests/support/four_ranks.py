@@ -180,7 +180,7 @@ class EngineOfRanks:
         hybrid: bool = True,
         dcp: int = 1,
     ) -> None:
-        self._draft_tokens = draft_tokens
+        self._draft_tokens, self._dcp = draft_tokens, dcp
         vllm_config = _make_config(folder, run_dir, specs, (ranks, dcp), batch, draft_tokens)
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
         vllm_config.kv_events_config = KVEventsConfig(
@@ -220,9 +220,8 @@ class EngineOfRanks:
         vllm_config.cache_config.num_gpu_blocks = kv_config.num_blocks
         self.unit, self._hash_tokens = resolve_kv_cache_block_sizes(kv_config, vllm_config)
         self._hasher = get_request_block_hasher(self._hash_tokens, sha256_cbor)
-        dcp = vllm_config.parallel_config.decode_context_parallel_size
-        found = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
-        self._blocks = [spec.block_size * (dcp if spec.dcp_sharded else 1) for spec in found]
+        specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
+        self._blocks = [one.block_size * (self._dcp if one.dcp_sharded else 1) for one in specs]
         return Scheduler(
             vllm_config=vllm_config,
             kv_cache_config=kv_config,
@@ -355,14 +354,10 @@ def engine_of_ranks(
 
 
 def _make_config(
-    folder: Path,
-    run_dir: Path,
-    specs: Mapping[str, Any],
-    sizes: tuple[int, int],
-    batch: int,
-    draft_tokens: int,
-) -> VllmConfig:
-    """A VllmConfig of ``sizes`` (tensor parallel, decode context parallel) ranks."""
+    folder: Path, run_dir: Path, specs: Mapping[str, Any], sizes: tuple[int, int],
+    batch: int, draft_tokens: int,
+) -> VllmConfig:  # fmt: skip
+    """``sizes``: tensor parallel, decode context parallel."""
     model = {**MODEL, "num_attention_heads": 4, "max_position_embeddings": CONTEXT_TOKENS}
     if sizes[1] > 1:  # heads are split first: only ranks that would hold the same share tokens
         model["num_key_value_heads"] = 1
@@ -370,10 +365,9 @@ def _make_config(
         (folder / "config.json").write_text(json.dumps(model))
     model_config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=1)
     parallel_config = ParallelConfig(
-        tensor_parallel_size=sizes[0],
-        decode_context_parallel_size=sizes[1],
+        tensor_parallel_size=sizes[0], decode_context_parallel_size=sizes[1],
         distributed_executor_backend="mp",
-    )
+    )  # fmt: skip
     speculative_config = None
     if draft_tokens:
         speculative_config = SpeculativeConfig(
