@@ -128,7 +128,7 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> py_mix_keys(nb::bytes name_space, u
                                   .first = first,
                                   .step = step};
     const size_t count = kvferry::mixed_count(input);
-    auto keys = std::make_unique<uint8_t[]>(count * kvferry::kKeyBytes + 1);
+    auto keys = std::make_unique_for_overwrite<uint8_t[]>(count * kvferry::kKeyBytes + 1);
     kvferry::mix_keys(input, reinterpret_cast<std::byte*>(keys.get()));
     nb::capsule owner(keys.get(), [](void* p) noexcept { delete[] static_cast<uint8_t*>(p); });
     return {keys.release(), {count, kvferry::kKeyBytes}, owner};

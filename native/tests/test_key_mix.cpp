@@ -68,6 +68,25 @@ void test_selection() {
     CHECK(sample.mix(10, 1).empty() && sample.mix(1000, 1).empty());
 }
 
+// Some processors mix many keys at a time: the same keys, wherever the hashes lie.
+void test_many_at_a_time() {
+    for (const size_t hash_bytes : {32, 20}) {
+        Sample many = counting_sample(37 * hash_bytes);
+        many.hash_bytes = hash_bytes;
+        std::mt19937_64 random(5);
+        for (std::byte& byte : many.hashes) {
+            byte = static_cast<std::byte>(random());
+        }
+        for (const size_t first : {0, 1, 29, 30}) {
+            const std::vector<Key> keys = many.mix(first, 1);
+            CHECK(keys.size() == 37 - first);
+            for (size_t i = 0; i < keys.size(); ++i) {
+                CHECK(keys[i] == many.mix(first + i, 37)[0]);
+            }
+        }
+    }
+}
+
 void test_every_field_counts() {
     const Sample sample = counting_sample(32);
     const Key key = sample.mix(0, 1)[0];
@@ -147,6 +166,7 @@ void test_crc() {
 int main() {
     test_golden();
     test_selection();
+    test_many_at_a_time();
     test_every_field_counts();
     test_avalanche();
     test_crc();

@@ -33,6 +33,7 @@ from kvferry_sidecar.faults.kit import FaultKit
 from kvferry_sidecar.front import Front
 from kvferry_sidecar.geometry.device import DeviceMemory
 from kvferry_sidecar.geometry.validate import validate_rank
+from kvferry_sidecar.heap import keep_freed_pages
 from kvferry_sidecar.keys.namespace import namespace_digest
 from kvferry_sidecar.loop import READ, Loop, Signals, wait_s_max
 from kvferry_sidecar.observe import log as logs
@@ -66,6 +67,7 @@ def run(loaded: Loaded, read: Callable[[], Loaded]) -> int:
     ``read`` reads the configuration again, as ``loaded`` was read.
     """
     sys.setswitchinterval(thread_switch_s)
+    keep_freed_pages()
     lines = logs.configure(loaded.config.log.level, loaded.config.log.format)
     log = logs.get_logger("serve")
     with contextlib.ExitStack() as stack:

@@ -120,6 +120,7 @@ class Pool {
     void require_state(Ids ids, EntryState wanted, const char* verb) const;
     static void require_distinct(Ids ids, const char* verb);
     void touch(Entry& entry);
+    void used_at(Entry& entry, uint64_t use);
     void move_state(Entry& entry, EntryState next);
     void free_entry(uint32_t id);
     void push_free_id(uint32_t id);

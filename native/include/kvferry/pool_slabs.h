@@ -57,7 +57,11 @@ class Slabs {
     // Ends the claims: chains the free slots.
     void finish_claims();
 
-    Slab& of(uint32_t slot) { return slabs_[slot / units_per_slab_]; }
+    // Asked for with every use of an entry: the division by multiplication, exact for 32 bits.
+    Slab& of(uint32_t slot) {
+        return slabs_[static_cast<uint64_t>(
+            (static_cast<unsigned __int128>(slot) * slabs_per_unit_) >> 64)];
+    }
     uint32_t owner_of(uint32_t slot) const;
     SizeClass& in_class(uint8_t size_class) { return classes_[size_class]; }
     const SizeClass& in_class(uint8_t size_class) const { return classes_[size_class]; }
@@ -73,7 +77,8 @@ class Slabs {
     void add_partial(uint32_t slab);
     void drop_partial(uint32_t slab);
 
-    uint32_t units_per_slab_;
+    uint32_t units_per_slab_;  // at least a page's
+    uint64_t slabs_per_unit_;  // in 2^-64, rounded up
     std::vector<Slab> slabs_;
     std::vector<uint32_t> free_;
     std::array<SizeClass, kClassesMax> classes_;

@@ -106,6 +106,7 @@ std::vector<uint32_t> Pool::lease(KeyView keys, bool use) {
     std::vector<uint32_t> ids;
     ids.reserve(keys.size());
     find_ready_prefix(keys, &ids, nullptr);
+    const uint64_t last_use = use_ + ids.size();  // of the head: it is evicted last
     for (size_t i = 0; i < ids.size(); ++i) {
         Entry& entry = entries_[ids[i]];
         if (entry.leases == kLeasesMax) {
@@ -115,11 +116,12 @@ std::vector<uint32_t> Pool::lease(KeyView keys, bool use) {
         leased_ += entry.leases == 0 ? 1 : 0;
         ++entry.leases;
         lists_.remove(ids[i]);
-        entry.flags |= use ? kLeasedOnce : 0;
+        if (use) {
+            entry.flags |= kLeasedOnce;
+            used_at(entry, last_use - i);
+        }
     }
-    for (size_t i = use ? ids.size() : 0; i-- > 0;) {
-        touch(entries_[ids[i]]);
-    }
+    use_ = use ? last_use : use_;
     return ids;
 }
 
@@ -276,8 +278,13 @@ void Pool::require_distinct(Ids ids, const char* verb) {
 }
 
 void Pool::touch(Entry& entry) {
-    entry.set_last_use(++use_);
-    slabs_.of(entry.slot).newest_use = use_;
+    used_at(entry, ++use_);
+}
+
+void Pool::used_at(Entry& entry, uint64_t use) {
+    entry.set_last_use(use);
+    uint64_t& newest_use = slabs_.of(entry.slot).newest_use;
+    newest_use = std::max(newest_use, use);
 }
 
 void Pool::move_state(Entry& entry, EntryState next) {

@@ -5,7 +5,10 @@
 namespace kvferry {
 
 Slabs::Slabs(uint64_t count, uint64_t slab_bytes)
-    : units_per_slab_(static_cast<uint32_t>(slab_bytes / kUnitBytes)), slabs_(count), free_(count) {
+    : units_per_slab_(static_cast<uint32_t>(slab_bytes / kUnitBytes)),
+      slabs_per_unit_(~uint64_t{0} / units_per_slab_ + 1),
+      slabs_(count),
+      free_(count) {
     std::iota(free_.rbegin(), free_.rend(), 0u);  // the lowest is handed out first
 }
 
