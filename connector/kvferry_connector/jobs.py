@@ -46,6 +46,10 @@ class Report(NamedTuple):
     shorter_tokens: int = 0
 
 
+class CompactTableError(ValueError):
+    """A table does not say which chunks its blocks are."""
+
+
 def cut_tables(
     table: Sequence[Sequence[KVCacheBlock]],
     block_tokens: Sequence[int],
@@ -54,23 +58,25 @@ def cut_tables(
     end_tokens: int,
     *,
     whole: Container[int] = (),
+    compact: bool = False,
 ) -> tuple[list[hot.TableSlice], list[int]]:
     """Return the slices of ``groups`` over ``[start_tokens, end_tokens)`` and their block ids.
 
     ``table`` is the manager's full table of every group, ``block_tokens`` the effective block
-    size B_g of every group; those in ``whole`` are not cut. Raises ValueError when another table
-    ends before ``end_tokens``.
+    size B_g of every group; those in ``whole`` are not cut. Another table that ends before
+    ``end_tokens`` has no slot per chunk (null blocks are stripped): with ``compact`` it is not cut
+    either, as the sidecar knows what is left of a load's; else it raises CompactTableError.
     """
     slices: list[hot.TableSlice] = []
     ids: list[int] = []
     for group in groups:
         size = block_tokens[group]
         first, last = start_tokens // size, -(-end_tokens // size)
-        if group in whole:
+        if group in whole or (compact and len(table[group]) < last):
             first, last = 0, len(table[group])
+        if len(table[group]) < last:
+            raise CompactTableError(f"the table of group {group} ends before token {end_tokens}")
         part = table[group][first:last]
-        if len(part) != last - first:
-            raise ValueError(f"the table of group {group} ends before token {end_tokens}")
         slices.append(hot.TableSlice(group, first, last - first))
         ids += [block.block_id for block in part]
     return slices, ids

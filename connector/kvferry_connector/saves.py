@@ -11,7 +11,8 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvferry_connector.jobs import JobOrder, Jobs, cut_tables, pack_ids
+from kvferry_connector.jobs import CompactTableError, JobOrder, Jobs, cut_tables, pack_ids
+from kvferry_connector.log import logger
 from kvferry_connector.requests import Tracked
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.codec import encode_job
@@ -88,8 +89,11 @@ class Saver:
             if tokens is None:
                 self._plan(tracked, elapsed + 1)
             elif tracked.admission.version == version:  # else its KV is of an older version
-                soon = self._save_tail(tracked, tokens, step)
-                self._plan(tracked, elapsed + min(soon, self._save(tracked, tokens, step)))
+                try:
+                    soon = self._save_tail(tracked, tokens, step)
+                    self._plan(tracked, elapsed + min(soon, self._save(tracked, tokens, step)))
+                except CompactTableError as error:
+                    self._refuse(tracked, error)
 
     def hand_over(
         self,
@@ -122,7 +126,10 @@ class Saver:
         ids: list[int] = []
         if self._align_tokens < self._unit_tokens:
             final = min(self._known(tracked, tokens), hashed)
-            (start, end), slices, ids = self._tail(tracked, boundary, final, link)
+            try:
+                (start, end), slices, ids = self._tail(tracked, boundary, final, link)
+            except CompactTableError as error:
+                self._refuse(tracked, error)
         blocks = [*filter(None, ids), *(state.block for state in hand_offs)]
         if len(blocks) > self._jobs.room:
             self._count("pinned_blocks_max")
@@ -175,6 +182,11 @@ class Saver:
             slices=slices, ids=ids, tail_tokens=boundary,
         )  # fmt: skip
         return unit
+
+    def _refuse(self, tracked: Tracked, error: CompactTableError) -> None:
+        """Attention of this request is saved no more: nobody can say which chunk a block is."""
+        self._count("saves_compact")
+        logger.warning("request %s is not saved: %s", tracked.request.request_id, error)
 
     def _known(self, tracked: Tracked, tokens: int) -> int:
         """Return how far the KV is final once ``tokens`` more are computed.
@@ -243,7 +255,7 @@ class Saver:
             size = self._block_tokens[group]
             first, count = start // size, end // size - start // size
             if len(table[group]) < first + count:
-                raise ValueError(f"the table of group {group} ends before token {end}")
+                raise CompactTableError(f"the table of group {group} ends before token {end}")
             kept = [0] * count
             for chunks in self._kept(tracked, group, tail, start, end):
                 for chunk in chunks:

@@ -241,8 +241,9 @@ class SchedulerHalf:
             self.stats.count("loads_unpromised")
             return
         slices, ids = cut_tables(
-            blocks.blocks, self._block_tokens, tracked.groups, local, total, whole=self._states
-        )
+            blocks.blocks, self._block_tokens, tracked.groups, local, total,
+            whole=self._states, compact=True,
+        )  # fmt: skip
         message = hot.LoadJob(
             job=admission.job,
             life=self._engine.life,

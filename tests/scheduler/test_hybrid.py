@@ -7,10 +7,12 @@ each forward and for each job; what must be there and is null fails at once.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.scheduler_configs import WINDOWS, full, swa
-from support.scheduler_harness import SchedulerUnderTest, loads_of
+from support.scheduler_harness import SchedulerUnderTest, loads_of, saves_of
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 PROMPT = list(range(10, 210))  # 200 tokens
 
@@ -92,4 +94,45 @@ def test_generated_tokens_behind_a_reference_window_were_saved_while_they_were_h
     engine.run()
     assert loads_of(engine.node) == [("turn", 0, 240)]
     assert not engine.node.lost
+    engine.assert_idle()
+
+
+def compact(blocks: KVCacheBlocks) -> KVCacheBlocks:
+    """Tables as forks of vLLM have them that strip the null blocks."""
+    return KVCacheBlocks(tuple([one for one in row if not one.is_null] for row in blocks.blocks))
+
+
+@pytest.mark.parametrize("model", ["full and window", "wide window", "two windows"])
+@pytest.mark.parametrize("local", [0, 96])
+def test_tables_without_nulls_are_loaded(model: str, local: int, tmp_path: Path) -> None:
+    engine = SchedulerUnderTest(tmp_path, specs=WINDOWS[model], num_blocks=128)
+    engine.warm_up(PROMPT)
+    allocated = engine.connector.update_state_after_alloc
+    engine.connector.update_state_after_alloc = lambda request, blocks, tokens: allocated(
+        request, compact(blocks), tokens
+    )
+    if local:
+        engine.add("head", PROMPT[: local + 5])
+        engine.run()
+        engine.node.jobs.clear()
+    engine.add("b", PROMPT)
+    engine.run()
+    (found,) = loads_of(engine.node)
+    assert found == ("b", local, engine.replay_boundary(PROMPT))
+    tables = {table.group: table for table in engine.node.jobs[0].tables}
+    assert tables[1].start == 0
+    assert tables[1].count < found[2] // engine.blocks[1]
+    engine.assert_idle()
+
+
+def test_a_request_whose_tables_have_no_nulls_is_not_saved(tmp_path: Path) -> None:
+    """Others are: which chunk a block is cannot be told of this one."""
+    engine = SchedulerUnderTest(tmp_path, specs=WINDOWS["full and window"], num_blocks=128)
+    blocks_of = engine.scheduler.kv_cache_manager.get_blocks
+    engine.half._saver.manager = SimpleNamespace(get_blocks=lambda name: compact(blocks_of(name)))
+    engine.add("a", PROMPT)
+    engine.add("short", PROMPT[:40])
+    engine.run()
+    assert engine.counts["saves_compact"] == 1
+    assert {name for name, _, _ in saves_of(engine.node)} == {"a", "short"}, "while none is null"
     engine.assert_idle()

@@ -326,7 +326,10 @@ class ScriptedNode:
         for group in self._groups:
             rule, slots = self.rules.groups[group.group], tables[group.group]
             ids = [slots[at] for at in sorted(slots)]
-            if group.save_rule == "hand-offs":
+            compact = (
+                len(slots) and not min(slots) and len(slots) < -(-job.total_tokens // rule.block)
+            )
+            if group.save_rule == "hand-offs" or compact:
                 assert min(slots) == 0, "the table of a state comes whole"
                 found = expand_load(
                     rule, ids, total_tokens=job.total_tokens, local_tokens=job.local_tokens,

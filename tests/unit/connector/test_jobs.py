@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kvferry_connector.config import FerryConfig
-from kvferry_connector.jobs import JobOrder, Jobs, Report, cut_tables, pack_ids
+from kvferry_connector.jobs import CompactTableError, JobOrder, Jobs, Report, cut_tables, pack_ids
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
@@ -98,8 +98,11 @@ def test_tables_are_cut_by_each_groups_own_block_size() -> None:
     assert slices == [hot.TableSlice(0, 2, 2), hot.TableSlice(1, 1, 1)]
     assert ids == [3, 4, 8]
     assert pack_ids(ids) == struct.pack("<3i", 3, 4, 8)
-    with pytest.raises(ValueError, match="group 0"):
+    with pytest.raises(CompactTableError, match="group 0"):
         cut_tables(table, [16, 32], (0, 1), 64, 112)
+    slices, ids = cut_tables(table, [16, 16], (0, 1), 32, 64, compact=True)
+    assert slices == [hot.TableSlice(0, 2, 2), hot.TableSlice(1, 0, 3)], "not cut where it is short"
+    assert ids == [3, 4, 7, 8, 9]
 
 
 # --- what travels through vLLM ---------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvferry_connector.wire.hot import Release
 from support.hybrid_bed import (
+    LOADED,
     assert_loaded,
     bed_and_engine,
     check_repeated_prompt,
@@ -114,6 +115,30 @@ def test_a_load_into_the_null_block_is_refused(lost):
     hit(bed, engine, 1, 200)
     (end,) = load(bed, engine, 1, 192, lost=lost)
     assert (end.status, end.reason) == ("failed", "tables")
+
+
+@pytest.mark.parametrize("local", [0, 160])
+def test_a_window_s_table_without_its_nulls_is_expanded(local):
+    """Three slots of twelve chunks: those that a hit of 192 tokens reads, in order."""
+    bed, engine = bed_and_engine([FULL, SWA])
+    save(bed, engine, 1, 200)
+    probe(bed, engine, 1, 1, 200)
+    assert hit(bed, engine, 1, 200, local=local) == 192
+    slots = [LOADED + chunk for chunk in (9, 10, 11)]
+    (end,) = load(bed, engine, 1, 192, local=local, tables={1: slots})
+    assert end.status == "done"
+    assert_loaded(engine, 1, 192, local=local)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_window_s_table_of_other_slots_fails_the_load_by_name(count):
+    bed, engine = bed_and_engine([FULL, SWA])
+    save(bed, engine, 1, 200)
+    probe(bed, engine, 1, 1, 200)
+    hit(bed, engine, 1, 200)
+    (end,) = load(bed, engine, 1, 192, tables={1: [LOADED + slot for slot in range(count)]})
+    assert (end.status, end.reason) == ("failed", "tables")
+    assert not any(block >= LOADED for layout in engine.layouts.values() for block in layout.values)
 
 
 def test_a_shorter_total_than_was_leased_is_refused_when_its_window_differs():
