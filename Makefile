@@ -20,6 +20,8 @@ MINUTES ?= 10
 TESTS ?= tests
 # Test files that run at the same time. One vLLM engine takes about 1.5 GiB.
 TEST_JOBS ?= 2
+ROWS ?=
+comma := ,
 
 # Reused until the packaging or the native sources change; then pip builds again, in place.
 $(STAMP): pyproject.toml CMakeLists.txt $(NATIVE_BUILT)
@@ -100,6 +102,10 @@ ui: ## build the page of /ui/ (needs Node 18 or newer and npm)
 .PHONY: bench
 bench: setup ## measure; writes bench/results/latest.json
 	$(BIN)/python -m bench.run
+
+.PHONY: bench-peer
+bench-peer: setup ## kvferry and LMCache side by side, 25 minutes (ROWS=1,2 for some rows)
+	$(BIN)/python -m bench.peer.run $(subst $(comma), ,$(ROWS))
 
 .PHONY: clean
 clean: ## remove what was built; keeps .venv (rm -r .venv to drop that too)

