@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-from urllib.parse import urlsplit
 
 import pytest
 from kvferry_demo.processes import kvferry_command
-from kvferry_sidecar.observe.http.ui import PAGE
 from support.hot_engine import HotEngine
-from support.http import Http
+from support.pages import NEEDS, PHONE, fits, listens, opened
 from support.raw_half import KvMemory, attach_pair
 from support.sidecar import running_sidecar
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VIEWS = ("", "requests", "flight", "namespaces", "events", "doctor", "settings", "actions")
 PANELS = (
     "Engines and ranks", "Hits, in tokens", "Why tokens missed", "Host pool", "Tokens looked up",
@@ -25,10 +21,7 @@ PANELS = (
 )  # fmt: skip
 TOKEN = "token-of-the-page-0123456789"
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian package chromium)"),
-    pytest.mark.skipif(not (PAGE / "index.html").is_file(), reason="the page: make ui, with npm"),
-]
+pytestmark = NEEDS
 
 
 @pytest.fixture(scope="module")
@@ -46,44 +39,17 @@ def address(tmp_path_factory):
             assert engine.get("hot prompt", [4, 5, 6]) == 48
         assert engine.get("cold prompt", [4, 5, 6]) == 0
         engine.lease("hot prompt", 3)
-        events = Http(sidecar.run_dir / "http.sock").get("/api/v1/events").json()
-        yield next(e["address"] for e in events if e.get("setting") == "http.listen")
+        yield listens(sidecar)
         for half in halves:
             half.close()
         memory.close()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        flags = ["--no-sandbox", "--disable-background-networking", "--disable-gpu"]
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield chromium
-        chromium.close()
-
-
-def watched(page):
-    """Return what a page will have asked for, and what it complained of."""
-    asked, complaints = [], []
-    page.on("request", lambda r: asked.append(r.url))
-    page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else 0)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    return asked, complaints
-
-
 @pytest.fixture(params=["light", "dark"])
 def page(browser, address, request):
     """A page whose every request and every complaint is looked at."""
-    context = browser.new_context(color_scheme=request.param)
-    one = context.new_page()
-    asked, complaints = watched(one)
-    one.goto(f"http://{address}/")
-    one.get_by_text("ready", exact=True).first.wait_for()
-    yield one
-    context.close()
-    assert complaints == []
-    assert {urlsplit(url).netloc for url in asked} == {address}
+    with opened(browser, address, color_scheme=request.param) as one:
+        yield one
 
 
 def test_every_panel_is_there_and_live(page, tmp_path):
@@ -138,23 +104,15 @@ def several(address):
 
 
 def test_several_nodes_have_one_page(browser, several, address):
-    context = browser.new_context(viewport={"width": 390, "height": 844})
-    page = context.new_page()
-    asked, complaints = watched(page)
-    page.goto(f"http://{several}/ui/#/nodes")
-    for name in (address, f"localhost:{address.rpartition(':')[2]}"):
-        page.get_by_role("region", name="Nodes").get_by_role("row").filter(has_text=name).filter(
-            has_text="1 of 1"
-        ).wait_for()
-    page.locator("header select").select_option("1")
-    page.wait_for_url(re.compile("node=1"))
-    page.locator('nav a[href="#/"]').click()
-    page.get_by_role("region", name="Engines and ranks").get_by_text("raw/one").first.wait_for()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert any("/nodes/1/api/v1/stream" in url for url in asked)
-    context.close()
-    assert complaints == []
-    assert {urlsplit(url).netloc for url in asked} == {several}
+    with opened(browser, several, "/ui/#/nodes", viewport=PHONE) as page:
+        for name in (address, f"localhost:{address.rpartition(':')[2]}"):
+            row = page.get_by_role("region", name="Nodes").get_by_role("row").filter(has_text=name)
+            row.filter(has_text="1 of 1").wait_for()
+        page.locator("header select").select_option("1")
+        page.wait_for_url(re.compile("node=1"))
+        page.locator('nav a[href="#/"]').click()
+        page.get_by_role("region", name="Engines and ranks").get_by_text("raw/one").first.wait_for()
+        assert fits(page, PHONE["width"])
 
 
 def test_an_action_is_planned_first_and_needs_the_token(page):
@@ -176,10 +134,9 @@ def test_the_keyboard_reaches_the_views(page):
 
 
 def test_a_phone_does_not_scroll_sideways(page, tmp_path):
-    page.set_viewport_size({"width": 390, "height": 844})
+    page.set_viewport_size(PHONE)
     for view in VIEWS:
         page.locator(f'nav a[href="#/{view}"]').click()
         page.locator("main section").first.wait_for()
-        wide = page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= 390, view
+        assert fits(page, PHONE["width"]), view
     page.screenshot(path=tmp_path / "phone.png")

@@ -1,0 +1,62 @@
+"""The page in a real Chromium: what it asked for, and what it complained of."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from kvferry_sidecar.observe.http.ui import PAGE
+from support.http import Http
+from support.sidecar import SidecarUnderTest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NEEDS = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian package chromium)"),
+    pytest.mark.skipif(not (PAGE / "index.html").is_file(), reason="the page: make ui, with npm"),
+]
+PHONE = {"width": 390, "height": 844}
+LAPTOP = {"width": 1280, "height": 800}
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Yield a browser that asks nobody by itself."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        flags = ["--no-sandbox", "--disable-background-networking", "--disable-gpu"]
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Any, address: str, path: str = "/", **context: Any) -> Iterator[Any]:
+    """Yield a page; afterwards it has asked its own address only, and complained of nothing."""
+    with_context = browser.new_context(**context)
+    page = with_context.new_page()
+    asked: list[str] = []
+    complaints: list[str] = []
+    page.on("request", lambda r: asked.append(r.url))
+    page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else 0)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(f"http://{address}{path}")
+    page.get_by_text("ready", exact=True).first.wait_for()
+    yield page
+    with_context.close()
+    assert complaints == []
+    assert {urlsplit(url).netloc for url in asked} == {address}
+
+
+def listens(sidecar: SidecarUnderTest) -> str:
+    """Return the address that a sidecar with a free port serves."""
+    events = Http(sidecar.run_dir / "http.sock").get("/api/v1/events").json()
+    return next(e["address"] for e in events if e.get("setting") == "http.listen")
+
+
+def fits(page: Any, width: int) -> bool:
+    """Whether nothing makes the page scroll sideways."""
+    return bool(page.evaluate("document.documentElement.scrollWidth") <= width)
