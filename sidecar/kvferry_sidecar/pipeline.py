@@ -373,6 +373,7 @@ class Pipeline:
             damaged_chunks=core.damaged_chunks,
             breaker=core.breaker.reading(),
             shadow=core.shadows.reading(),
+            residence_seconds=core.residence.reading(),
             violations=list(self._violations),
             queues=self._jobs.desk.queues(),
             oldest_job_s=self._jobs.oldest_s(now_s),

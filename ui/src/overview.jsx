@@ -232,11 +232,22 @@ const Loop = ({ loop }) => {
   );
 };
 
-const Evictions = ({ pool }) => (
-  <Panel title="Evictions" note="How long objects stay is not measured; a request that misses one says how long ago it went.">
+const stay = (residence, share) => (quantile(residence, share) == null ? "–" : `≤ ${seconds(quantile(residence, share))}`);
+
+const Evictions = ({ pool, residence }) => (
+  <Panel
+    title="Evictions"
+    note={
+      total(residence.counts)
+        ? "Stay: from entering the pool to eviction, of one object in 16. A request that misses one says how long ago it went."
+        : "How long objects stay is told once some of this start's have been evicted (one in 16 is watched)."
+    }
+  >
     <Facts
       rows={[
         ["evicted", count(pool.evictions)],
+        ["half stayed", stay(residence, 0.5)],
+        ["a tenth stayed", stay(residence, 0.1)],
         ["of these never loaded", `${count(pool.dropped_before_reuse)} (${percent(pool.dropped_before_reuse, pool.evictions)})`],
       ]}
     />
@@ -312,7 +323,7 @@ export const Overview = ({ live }) => {
       </Panel>
       <Latency pipeline={pipeline} />
       <BreakEven pipeline={pipeline} />
-      <Evictions pool={pool} />
+      <Evictions pool={pool} residence={pipeline.residence_seconds} />
       <Errors status={status} />
       <Queues pipeline={pipeline} />
       <Loop loop={loop} />

@@ -335,6 +335,12 @@ HISTOGRAMS = (
         lambda r: named(r.pipeline.part_bytes),
     ),
     Bars(
+        "pool_residence_seconds",
+        "How long evicted objects had been in the pool: one in 16, stored since this start.",
+        ("tier",),
+        lambda r: [(("host",), s)] if (s := r.pipeline.residence_seconds) else [],
+    ),
+    Bars(
         "message_seconds",
         "Handling one message; Probe and Ask are lookups, Submit plans a job.",
         ("message",),

@@ -167,6 +167,8 @@ class SaveWork:
             if whole:
                 self._core.pool.commit(save.entries)
                 self._core.behind.entered(save.keys, form_of(save.shape.stripe))
+                last_s = max(part.ended_s for part in run.parts.values())
+                self._core.residence.entered(save.keys, last_s)
             else:
                 self._core.pool.abort(save.entries)
         if self.shadow is not None:

@@ -296,6 +296,7 @@ class Staging:
             at += len(of_part)
             good = np.array([one is not None for one in of_part], np.bool_)
             self._publish(part, good, [one for one in of_part if one is not None])
+            self._core.residence.entered(part.keys[good], now_s)
             tier.counts["get_objects"] += int(good.sum())
             tier.counts["get_bytes"] += int(good.sum()) * part.form.payload_bytes
             tier.counts["get_missed"] += int((~good).sum()) if result.started else 0
