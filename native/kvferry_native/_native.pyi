@@ -39,6 +39,10 @@ class PoolStats:
     dropped_before_reuse: int  # evicted and never leased
     slabs: int
     slabs_free: int
+    quota_evictions: int  # of evictions: an owner's own, to stay within its quota
+    pinned_soft: int  # entries
+    pinned_hard: int
+    pinned_hard_bytes: int
 
 class Pool:
     """A view of one segment: header, index, arena. Not thread safe: the control loop owns it."""
@@ -87,15 +91,48 @@ class Pool:
         In the order of the prefix: what is given later is evicted earlier.
         """
     def reserve(
-        self, keys: NDArray[np.uint8], payload_bytes: int, shards: int
+        self,
+        keys: NDArray[np.uint8],
+        payload_bytes: int,
+        shards: int,
+        owner: bytes = b"",
+        quota_bytes: int = 0,
+        group: int = 0,
     ) -> NDArray[np.int64]:
         """Reserve a slot per key (state writing, owned by the caller until commit or abort).
 
         Per key: entry id, or -1 already ready, -2 being written by another, -3 no space
         (nothing evictable is left, or the index is full). Evicts as needed; never leased,
-        writing or just-reserved entries. payload_bytes is the whole stripe (all shards);
-        raises ValueError when it exceeds a slab.
+        writing, hard-pinned or just-reserved entries. payload_bytes is the whole stripe (all
+        shards); raises ValueError when it exceeds a slab. ``owner`` is a namespace (16 bytes;
+        b"": nobody's). With ``quota_bytes`` the slots of one owner take no more than that: its
+        own entries are evicted first. Over 127 owners the next ones are nobody's, without quota.
+        ``group`` is only told again by scan.
         """
+    def pin(self, entries: NDArray[np.uint32], level: int) -> None:
+        """Pin ready entries: 0 not (any more), 1 softly (evicted when nothing else can be), 2 hard
+        (never evicted). It outlives the process. Entries that are not ready stay as they are.
+        """
+    def scan(
+        self, first: int, count: int
+    ) -> tuple[
+        int,
+        NDArray[np.uint32],
+        NDArray[np.uint8],
+        NDArray[np.uint32],
+        NDArray[np.uint32],
+        NDArray[np.uint32],
+        NDArray[np.uint64],
+        NDArray[np.uint8],
+    ]:
+        """The ready ones of ``count`` entries from id ``first`` on.
+
+        Returns the id to go on with (keys_max at the end), and per entry: id, key (16 bytes each,
+        flat), owner (see holdings), group, seconds since it was stored, bytes of its slot, pin
+        level.
+        """
+    def holdings(self) -> list[tuple[int, bytes, int, int]]:
+        """Per owner that has entries: its number, name (zeros: nobody), entries, bytes."""
     def payload_offsets(self, entries: NDArray[np.uint32]) -> NDArray[np.uint64]:
         """Byte offset of each payload from `address`."""
     def set_crcs(
@@ -114,7 +151,7 @@ class Pool:
     def doom(self, entries: NDArray[np.uint32]) -> None:
         """Invisible at once; freed now or with the last lease."""
     def clear(self) -> int:
-        """Drop every entry that is neither leased nor writing; returns how many."""
+        """Drop every entry that is neither leased, writing nor pinned hard; returns how many."""
     def take_evicted(self) -> bytes:
         """Keys evicted since the last call, 16 bytes each, oldest first (at most 16,384)."""
     def check(self) -> list[str]:

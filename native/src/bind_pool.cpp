@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cerrno>
+#include <cstring>
 #include <memory>
 #include <system_error>
 
@@ -175,10 +176,54 @@ auto py_lease(PyPool& self, const Keys& keys, bool use) {
     return out.take();
 }
 
-auto py_reserve(PyPool& self, const Keys& keys, uint64_t payload_bytes, uint32_t shards) {
+auto py_reserve(PyPool& self, const Keys& keys, uint64_t payload_bytes, uint32_t shards,
+                nb::bytes owner, uint64_t quota_bytes, uint16_t group) {
+    if (owner.size() != kvferry::kKeyBytes && owner.size() != 0) {
+        throw std::invalid_argument("owner has " + std::to_string(owner.size()) +
+                                    " bytes: it must have 16, or none");
+    }
+    kvferry::OwnerOf of{.quota_bytes = quota_bytes, .group = group};
+    std::memcpy(&of.name, owner.c_str(), owner.size());
     NewArray<int64_t> out(keys.shape(0));
-    self.get().reserve(view(keys), payload_bytes, shards, out.data());
+    self.get().reserve(view(keys), payload_bytes, shards, out.data(), of);
     return out.take();
+}
+
+void py_pin(PyPool& self, const Words& entries, uint32_t level) {
+    if (level > static_cast<uint32_t>(kvferry::Pin::kHard)) {
+        throw std::invalid_argument("level is " + std::to_string(level) +
+                                    ": it must be 0 (not pinned), 1 (soft) or 2 (hard)");
+    }
+    self.get().pin(span(entries), static_cast<kvferry::Pin>(level));
+}
+
+auto py_scan(PyPool& self, uint64_t first, uint64_t count) {
+    std::vector<kvferry::Seen> seen;
+    const uint64_t next = self.get().scan(first, count, &seen);
+    const size_t n = seen.size();
+    NewArray<uint32_t> entries(n), owners(n), groups(n), ages_s(n);
+    NewArray<uint64_t> bytes(n);
+    NewArray<uint8_t> keys(n * kvferry::kKeyBytes), pins(n);
+    for (size_t i = 0; i < n; ++i) {
+        entries.data()[i] = seen[i].id;
+        owners.data()[i] = seen[i].owner;
+        groups.data()[i] = seen[i].group;
+        ages_s.data()[i] = seen[i].age_s;
+        bytes.data()[i] = seen[i].bytes;
+        pins.data()[i] = static_cast<uint8_t>(seen[i].pin);
+        std::memcpy(keys.data() + i * kvferry::kKeyBytes, &seen[i].key, kvferry::kKeyBytes);
+    }
+    return std::make_tuple(next, entries.take(), keys.take(), owners.take(), groups.take(),
+                           ages_s.take(), bytes.take(), pins.take());
+}
+
+auto py_holdings(PyPool& self) {
+    std::vector<std::tuple<uint32_t, nb::bytes, uint64_t, uint64_t>> found;
+    for (const kvferry::Holding& one : self.get().holdings()) {
+        found.emplace_back(one.owner, nb::bytes(&one.name, kvferry::kKeyBytes), one.entries,
+                           one.bytes);
+    }
+    return found;
 }
 
 auto py_payload_offsets(PyPool& self, const Words& entries) {
@@ -236,7 +281,11 @@ void bind_stats(nb::module_& m) {
         .def_ro("evictions", &PoolStats::evictions)
         .def_ro("dropped_before_reuse", &PoolStats::dropped_before_reuse)
         .def_ro("slabs", &PoolStats::slabs)
-        .def_ro("slabs_free", &PoolStats::slabs_free);
+        .def_ro("slabs_free", &PoolStats::slabs_free)
+        .def_ro("quota_evictions", &PoolStats::quota_evictions)
+        .def_ro("pinned_soft", &PoolStats::pinned_soft)
+        .def_ro("pinned_hard", &PoolStats::pinned_hard)
+        .def_ro("pinned_hard_bytes", &PoolStats::pinned_hard_bytes);
 }
 
 void bind_lookups(nb::class_<PyPool>& pool) {
@@ -257,6 +306,8 @@ void bind_lookups(nb::class_<PyPool>& pool) {
         .def("payload_offsets", &py_payload_offsets, "entries"_a.noconvert())
         .def("crcs", &py_crcs, "entries"_a.noconvert(), "shard"_a)
         .def("seeds", &py_seeds, "entries"_a.noconvert())
+        .def("scan", &py_scan, "first"_a, "count"_a)
+        .def("holdings", &py_holdings)
         .def("check", [](PyPool& self) { return self.get().check(); });
 }
 
@@ -268,7 +319,9 @@ void call(PyPool& self, const Words& entries) {
 void bind_changes(nb::class_<PyPool>& pool) {
     pool.def("lease", &py_lease, "keys"_a.noconvert(), "use"_a = true)
         .def("release", &call<&Pool::release>, "entries"_a.noconvert())
-        .def("reserve", &py_reserve, "keys"_a.noconvert(), "payload_bytes"_a, "shards"_a)
+        .def("reserve", &py_reserve, "keys"_a.noconvert(), "payload_bytes"_a, "shards"_a,
+             "owner"_a = nb::bytes("", 0), "quota_bytes"_a = 0, "group"_a = 0)
+        .def("pin", &py_pin, "entries"_a.noconvert(), "level"_a)
         .def("set_crcs", &py_set_crcs, "entries"_a.noconvert(), "shard"_a, "crcs"_a.noconvert())
         .def("commit", &call<&Pool::commit>, "entries"_a.noconvert())
         .def("abort", &call<&Pool::abort>, "entries"_a.noconvert())

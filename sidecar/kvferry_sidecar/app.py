@@ -21,7 +21,7 @@ from kvferry_connector.wire.hot import FromSidecar
 from kvferry_connector.wire.names import attach_path, control_endpoint
 from structlog.typing import FilteringBoundLogger as Log
 
-from kvferry_sidecar import locks
+from kvferry_sidecar import locks, policies
 from kvferry_sidecar.config import Config, Loaded
 from kvferry_sidecar.descriptors import raise_descriptor_limit
 from kvferry_sidecar.desk import Desk, Parts
@@ -186,6 +186,7 @@ class App:
         self._pipeline.set_breaker(enabled=config.loads.breaker)
         self._registry.set_retention(config.retention)
         self._front.set_traces(config)
+        self._pipeline.set_rules(policies.parse(config.namespaces.rules))
         self._config = config
 
     def _open_pool(self, stack: contextlib.ExitStack) -> PoolSegment:
@@ -255,6 +256,7 @@ class App:
             modes=config.loads,
             quarantined=quarantine.namespaces,
             on_difference=quarantine.add,
+            rules=policies.parse(config.namespaces.rules),
         )
 
     def _build_sessions(self, stack: contextlib.ExitStack) -> None:

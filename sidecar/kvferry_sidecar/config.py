@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 from kvferry_connector.wire.names import run_dir_bytes_max
 
-from kvferry_sidecar import settings, slow_tiers
+from kvferry_sidecar import policies, settings, slow_tiers
 from kvferry_sidecar.errors import ConfigError, PoolSegmentError
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.settings import Setting
@@ -71,6 +71,12 @@ class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remote: RemoteTierConfig
 
 
+class NamespacesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds per namespace (policies.py)."""
+
+    rules: str
+
+
 class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The copy engines. ``gpu``: whether engines with KV memory on a GPU are served."""
 
@@ -118,6 +124,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_dir: Path
     retention: Annotated[str, msgspec.Meta(pattern=r"^(engine|dense|[1-9][0-9]{0,8})$")]
     tiers: TiersConfig
+    namespaces: NamespacesConfig
     copy: CopyConfig
     loads: LoadModes
     log: LogConfig
@@ -153,6 +160,7 @@ HOT = frozenset(
         "loads.breaker",
         "traces.sample_percent",
         "traces.slow_ms",
+        "namespaces.rules",
         "limits.hashes_max",
         "limits.leases_max",
         "limits.jobs_max",
@@ -162,6 +170,8 @@ HOT = frozenset(
         "limits.save_copies_max",
         "limits.ranks_wait_ms_max",
         "limits.drain_ms_max",
+        "limits.scan_places_max",
+        "limits.pinned_percent_max",
     }
 )
 
@@ -286,6 +296,7 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "retention": "engine",
         "tiers.host.bytes": POOL_BYTES,
         "tiers.host.name": f"kvferry-{os.getuid()}",
+        "namespaces.rules": "",
         "copy.threads": min(max(cpus // 4, 1), 8),
         "copy.gpu": False,
         "loads.mode": "overlapped",
@@ -331,6 +342,7 @@ def _decode(values: dict[str, Setting]) -> Loaded:
 def _check(config: Config, values: Mapping[str, Setting]) -> None:
     slow_tiers.check_disk(config.tiers.disk, values)
     slow_tiers.check_remote(config.tiers.remote, values)
+    policies.parse(config.namespaces.rules, values["namespaces.rules"].origin)
     if config.faults.rules and not config.faults.enabled:
         raise ConfigError(
             f"faults.rules ({values['faults.rules'].origin}) asks for fault injection, which is "

@@ -28,6 +28,8 @@ from kvferry_sidecar.outcomes.records import Hot, Record
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.registry import Registry
+from kvferry_sidecar.stages.objects import Changed, Filter, NamespaceView, ObjectsPage, PinName
+from kvferry_sidecar.stages.objects import Tiers as WhichTiers
 from kvferry_sidecar.stages.snapshot import PipelineSnapshot
 from kvferry_sidecar.stages.views import GroupView, JobView, LeaseView
 from kvferry_sidecar.tiers.host import HostTier
@@ -44,6 +46,9 @@ class Parts:
     pool: HostTier
     attach: AttachServer
     transport: Transport
+
+
+_Place = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
 
 class ReleaseStale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,6 +72,24 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class PinObjects(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Pin the objects that fit, on the page of the pool that begins at ``first``."""
+
+    pin: PinName
+    fits: Filter
+    first: _Place = 0
+    dry_run: bool = False
+
+
+class DropObjects(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Forget the objects that fit, on the page of the pool that begins at ``first``."""
+
+    fits: Filter
+    tiers: WhichTiers = "host"
+    first: _Place = 0
+    dry_run: bool = False
+
+
 class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An action without parameters."""
 
@@ -83,6 +106,8 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "pause-saves": Plain,
     "resume-saves": Plain,
     "flush": Plain,
+    "pin-objects": PinObjects,
+    "drop-objects": DropObjects,
 }
 SAVES = "saves"  # degraded while an operator has paused them
 
@@ -165,6 +190,14 @@ class Desk:
         """Return the prefixes that hit most."""
         return self._parts.pipeline.prefixes.hottest(count)
 
+    def namespaces(self) -> list[NamespaceView]:
+        """Return what every namespace has in the pool."""
+        return self._parts.pipeline.objects.namespaces()
+
+    def objects(self, wanted: Filter, first: int, most: int) -> ObjectsPage:
+        """Return objects of one page of the pool."""
+        return self._parts.pipeline.objects.page(wanted, first, most)
+
     def events(self) -> list[Mapping[str, object]]:
         """Return the last events of the log, oldest first. Any thread may ask."""
         return list(self._lines.recent.copy())
@@ -191,6 +224,8 @@ class Desk:
         if isinstance(wanted, ReleaseStale):
             dropped = parts.pipeline.drop_stale_leases(wanted.idle_s, now_s, count_only=dry_run)
             return {"leases": dropped}
+        if isinstance(wanted, PinObjects | DropObjects):
+            return msgspec.structs.asdict(self._change(wanted, now_s))
         if isinstance(wanted, Faults):
             rules = self._faults.act(wanted.rules, dry_run=dry_run)
             return {"rules": msgspec.to_builtins(rules)}
@@ -229,6 +264,12 @@ class Desk:
         if total and not dry_run:
             self._progress.begin("write-behind", "objects", countdown(total, pipeline.backlog))
         return {"waiting": waiting}
+
+    def _change(self, wanted: PinObjects | DropObjects, now_s: float) -> Changed:
+        objects, dry_run = self._parts.pipeline.objects, wanted.dry_run
+        if isinstance(wanted, PinObjects):
+            return objects.pin(wanted.fits, wanted.pin, wanted.first, dry_run=dry_run)
+        return objects.drop(wanted.fits, wanted.tiers, wanted.first, now_s, dry_run=dry_run)
 
     # --- reading ------------------------------------------------------------------------------
 

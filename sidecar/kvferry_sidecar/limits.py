@@ -40,6 +40,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     abandoned_calls_max: int = 4  # abandoned calls that switch a tier off until they return
     write_behind_max: int = 65_536  # objects of one tier that wait to be written
 
+    # What operators ask of the pool's objects.
+    scan_places_max: int = 16_384  # places of the index looked at in one turn of the loop
+    pinned_percent_max: int = 50  # of the pool that may be pinned hard
+
     # Jobs and outcomes.
     jobs_max: int = 4_096  # jobs in flight per session
     tombstones_max: int = 4_096  # refused job ids per half; then a watermark replaces them

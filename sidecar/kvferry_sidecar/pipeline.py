@@ -43,6 +43,7 @@ from kvferry_sidecar.outcomes.ledger import Ledger
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.outcomes.records import Prefixes, Records
 from kvferry_sidecar.outcomes.tombstones import Tombstones
+from kvferry_sidecar.policies import Rule
 from kvferry_sidecar.sessions.admissions import Admissions
 from kvferry_sidecar.sessions.leases import LeaseKey, LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session
@@ -54,6 +55,7 @@ from kvferry_sidecar.stages.jobs import Jobs
 from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.stages.modes import DEFAULT_MODES, LoadModes
+from kvferry_sidecar.stages.objects import Objects
 from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.parts import End
 from kvferry_sidecar.stages.probes import Probes
@@ -104,6 +106,7 @@ class Pipeline:
         modes: LoadModes = DEFAULT_MODES,
         quarantined: Sequence[bytes] = (),
         on_difference: Callable[[bytes, str], None] = _nothing,
+        rules: tuple[Rule, ...] = (),
     ) -> None:
         self._stores = StoreDesk(tiers, limits, log)
         self._core = Core(
@@ -124,7 +127,9 @@ class Pipeline:
             shadows=Shadows(pool, modes.shadow_percent, quarantined, on_difference),
             behind=WriteBehind(pool, self._stores, limits),
             announcer=Announcer(send, limits.announced_keys_max),
+            rules=rules,
         )
+        self.objects = Objects(self._core, self._stores)
         self._probes = Probes(self._core, self._stores)
         self._jobs = Jobs(self._core)
         self._sweep_at_s = 0.0
@@ -184,6 +189,8 @@ class Pipeline:
         Nothing is taken back: leases and jobs of the old version drain under it.
         """
         self._core.log.info("namespace version rotated", engine=session.key.engine_id)
+        if (shape := self._core.shape(session)) is not None:
+            self._core.journal.namespaces.learn(session, shape)
 
     def on_peer_dead(self, peer: Peer, now_s: float) -> None:
         """The half's process is proven dead."""
@@ -214,7 +221,8 @@ class Pipeline:
 
     def on_tick(self, now_s: float) -> float:
         """Read fences, and now and then the deadlines; returns seconds until wanted again."""
-        return min(self._jobs_tick(now_s), self._tiers_tick(now_s))
+        others_s = min(self._tiers_tick(now_s), self.objects.tick(now_s))
+        return min(self._jobs_tick(now_s), others_s)
 
     def _tiers_tick(self, now_s: float) -> float:
         staging_s = self._probes.staging.tick(now_s)
@@ -261,6 +269,10 @@ class Pipeline:
     def set_breaker(self, *, enabled: bool) -> None:
         """Whether hits that would lose are withheld, from now on; what was measured is kept."""
         self._core.breaker.enabled = enabled
+
+    def set_rules(self, rules: tuple[Rule, ...]) -> None:
+        """Other rules per namespace from now on; a quota counts with the next object stored."""
+        self._core.rules = rules
 
     def drain(self, now_s: float) -> None:
         """No new leases and saves; what is in flight ends, at the latest by drain_ms_max."""

@@ -23,6 +23,7 @@ may_be_empty = (
     "tiers.remote.url",
     "tiers.remote.password_file",
     "faults.rules",
+    "namespaces.rules",
     "tiers.remote.library",
     "tiers.remote.device",
     "tiers.remote.host",

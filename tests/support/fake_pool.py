@@ -23,6 +23,10 @@ class Entry:
     leases: int = 0
     used: int = 0
     crcs: dict[int, int] = field(default_factory=dict)
+    owner: bytes = b""
+    group: int = 0
+    stored_s: float = 0.0
+    pin: int = 0
 
 
 class FakePool:
@@ -87,32 +91,49 @@ class FakePool:
             if entry.state == "doomed" and entry.leases == 0:
                 self._drop(number)
 
-    def reserve(self, keys: np.ndarray, payload_bytes: int, shards: int) -> np.ndarray:
+    def reserve(
+        self,
+        keys: np.ndarray,
+        payload_bytes: int,
+        shards: int,
+        owner: bytes = b"",
+        quota_bytes: int = 0,
+        group: int = 0,
+    ) -> np.ndarray:
         if payload_bytes > self.slab_bytes:
             raise ValueError(f"{payload_bytes} bytes exceed a slab of {self.slab_bytes}")
-        return np.array([self._reserve(key.tobytes(), shards) for key in keys], dtype=np.int64)
+        assert owner, "the pipeline says whose objects they are"
+        slots_max = quota_bytes // self.slab_bytes if quota_bytes else self._slots
+        return np.array(
+            [self._reserve(key.tobytes(), shards, owner, group, slots_max) for key in keys],
+            dtype=np.int64,
+        )
 
-    def _reserve(self, key: bytes, shards: int) -> int:
+    def _reserve(self, key: bytes, shards: int, owner: bytes, group: int, slots_max: int) -> int:
         known = self._index.get(key)
         if known is not None:
             return -1 if self._entries[known].state == "ready" else -2
+        while sum(e.owner == owner for e in self._entries.values()) >= slots_max:
+            if not self._evict(owner):
+                return -3
         if not self._free and not self._evict():
             return -3
         number, self._next = self._next, self._next + 1
-        self._entries[number] = Entry(key, self._free.pop(), shards)
+        self._entries[number] = Entry(key, self._free.pop(), shards, owner=owner, group=group)
         self._index[key] = number
         self._touch(number)
         return number
 
-    def _evict(self) -> bool:
+    def _evict(self, owner: bytes | None = None) -> bool:
         idle = [
-            (entry.used, number)
+            (entry.pin, entry.used, number)
             for number, entry in self._entries.items()
-            if entry.state == "ready" and entry.leases == 0
+            if entry.state == "ready" and entry.leases == 0 and entry.pin < 2
+            if owner is None or entry.owner == owner
         ]
         if not idle:
             return False
-        number = min(idle)[1]
+        number = min(idle)[2]
         self._evicted_s[self._entries[number].key] = self.clock()
         self._evicted += self._entries[number].key
         self._drop(number)
@@ -148,6 +169,7 @@ class FakePool:
             assert entry.state == "writing"
             assert sorted(entry.crcs) == list(range(entry.shards)), "committed without all shards"
             entry.state = "ready"
+            entry.stored_s = self.clock()
 
     def abort(self, entries: np.ndarray) -> None:
         for number in entries.tolist():
@@ -165,10 +187,45 @@ class FakePool:
                 self._drop(number)
 
     def clear(self) -> int:
-        idle = [n for n, e in self._entries.items() if e.state == "ready" and e.leases == 0]
+        idle = [
+            n
+            for n, e in self._entries.items()
+            if e.state == "ready" and e.leases == 0 and e.pin < 2
+        ]
         for number in idle:
             self._drop(number)
         return len(idle)
+
+    def pin(self, entries: np.ndarray, level: int) -> None:
+        for number in entries.tolist():
+            self._entries[number].pin = level
+
+    def _owners(self) -> list[bytes]:
+        return sorted({entry.owner for entry in self._entries.values()})
+
+    def scan(self, first: int, count: int) -> tuple:
+        owners = self._owners()
+        ready = [
+            (n, e) for n, e in self._entries.items() if e.state == "ready" and n < first + count
+        ]
+        ready = [(n, e) for n, e in ready if n >= first]
+        return (
+            first + count,
+            np.array([n for n, _ in ready], np.uint32),
+            np.frombuffer(b"".join(e.key for _, e in ready), np.uint8),
+            np.array([owners.index(e.owner) for _, e in ready], np.uint32),
+            np.array([e.group for _, e in ready], np.uint32),
+            np.array([max(0, int(self.clock() - e.stored_s)) for _, e in ready], np.uint32),
+            np.full(len(ready), self.slab_bytes, np.uint64),
+            np.array([e.pin for _, e in ready], np.uint8),
+        )
+
+    def holdings(self) -> list[tuple[int, bytes, int, int]]:
+        owners = [entry.owner for entry in self._entries.values()]
+        return [
+            (number, name, owners.count(name), owners.count(name) * self.slab_bytes)
+            for number, name in enumerate(self._owners())
+        ]
 
     def take_evicted(self) -> bytes:
         taken, self._evicted = self._evicted, b""
@@ -183,6 +240,8 @@ class FakePool:
             leased=sum(entry.leases > 0 for entry in self._entries.values()),
             evictions=self.evictions,
             total_bytes=self._slots * self.slab_bytes,
+            keys_max=max(self._next, 1),
+            pinned_hard_bytes=sum(e.pin == 2 for e in self._entries.values()) * self.slab_bytes,
         )
 
     def check(self) -> list[str]:

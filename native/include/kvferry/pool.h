@@ -16,6 +16,7 @@
 #include "kvferry/pool_format.h"
 #include "kvferry/pool_ghosts.h"
 #include "kvferry/pool_lists.h"
+#include "kvferry/pool_owners.h"
 #include "kvferry/pool_segment.h"
 #include "kvferry/pool_slabs.h"
 
@@ -40,6 +41,39 @@ struct PoolStats {
     uint64_t dropped_before_reuse = 0;  // evicted and never leased
     uint64_t slabs = 0;
     uint64_t slabs_free = 0;
+    uint64_t quota_evictions = 0;  // of evictions: an owner's own, to stay within its quota
+    uint64_t pinned_soft = 0;      // entries
+    uint64_t pinned_hard = 0;
+    uint64_t pinned_hard_bytes = 0;
+};
+
+enum class Pin : uint8_t { kNone = 0, kSoft = 1, kHard = 2 };
+
+// Who reserves, how many bytes of slots may be theirs, and which group of theirs it is for. The
+// name of zeros is nobody's.
+struct OwnerOf {
+    Key name{};
+    uint64_t quota_bytes = 0;  // 0: no bound
+    uint16_t group = 0;
+};
+
+// A ready entry as scan() tells it.
+struct Seen {
+    uint32_t id;
+    Key key;
+    uint32_t owner;
+    uint32_t group;
+    uint32_t age_s;  // since its commit
+    uint64_t bytes;  // of its slot
+    Pin pin;
+};
+
+// A row that has entries.
+struct Holding {
+    uint32_t owner;
+    Key name;
+    uint64_t entries;
+    uint64_t bytes;
 };
 
 // What attach() found.
@@ -82,12 +116,21 @@ class Pool {
     // In the order of the prefix: later entries are evicted before earlier ones.
     void release(Ids ids);
 
-    // out[i]: entry id or one of kReserve*. Throws PoolFull when no size class is left.
-    void reserve(KeyView keys, uint64_t payload_bytes, uint32_t shards, int64_t* out);
+    // out[i]: entry id or one of kReserve*. Throws PoolFull when no size class is left. Over its
+    // quota an owner's own entries are evicted; where it has none that may be, there is no space.
+    void reserve(KeyView keys, uint64_t payload_bytes, uint32_t shards, int64_t* out,
+                 const OwnerOf& owner = {});
     void commit(Ids ids);
     void abort(Ids ids);
     void doom(Ids ids);
+    // What may be evicted, pinned softly or not; returns how many.
     uint64_t clear();
+    // Changes how ready entries are pinned; others are left as they are.
+    void pin(Ids ids, Pin level);
+    // Appends the ready ones of `count` entries from id `first` on; returns the id to go on with,
+    // keys_max at the end.
+    uint64_t scan(uint64_t first, uint64_t count, std::vector<Seen>* out) const;
+    std::vector<Holding> holdings() const;
     // The keys that were evicted since the last call, at most kEvictedMax, oldest first.
     std::vector<Key> take_evicted() { return std::exchange(evicted_, {}); }
     // Milliseconds since a key was evicted by this process; -1 where that is not known (any more).
@@ -109,6 +152,10 @@ class Pool {
     struct Reservation {
         uint8_t size_class;
         uint8_t shards;
+        uint16_t owner;
+        uint16_t group;
+        uint32_t units;
+        uint64_t quota_units;  // 0: no bound
         bool may_steal_older = true;
     };
 
@@ -123,6 +170,9 @@ class Pool {
     void used_at(Entry& entry, uint64_t use);
     void move_state(Entry& entry, EntryState next);
     void free_entry(uint32_t id);
+    static uint32_t unix_s();
+    static uint8_t list_for(const Entry& entry);
+    void count_pin(const Entry& entry, bool more);
     void push_free_id(uint32_t id);
     uint32_t pop_free_id();
     void find_ready_prefix(KeyView keys, std::vector<uint32_t>* ids, size_t* count) const;
@@ -132,10 +182,11 @@ class Pool {
     std::vector<uint32_t> hold_found(KeyView keys, int64_t* out);
     int64_t reserve_one(const Key& key, Reservation& call);
     uint32_t take_slot(uint32_t id, Reservation& call);
-    bool evict_one(uint8_t size_class);
-    bool evict_anywhere();
+    bool make_way_within_quota(const Reservation& call);
+    bool evict_one(uint8_t size_class, bool soft);
+    bool evict_anywhere(bool soft);
     bool steal_older_slab(uint8_t size_class);
-    bool steal_coldest_slab();
+    bool steal_coldest_slab(bool soft);
     void evict_slab(Slab& slab);
     void evict(uint32_t id);
 
@@ -149,14 +200,20 @@ class Pool {
     SegmentLayout layout_;
     Entry* entries_;
     Links* links_;
+    Note* notes_;
     Buckets buckets_;
     Slabs slabs_;
+    Owners owners_;
     Lists lists_;
     uint32_t free_id_ = kNone;  // chain through links
     uint64_t use_ = 0;          // the use counter
     uint64_t counts_[4] = {};   // entries by EntryState
     uint64_t leased_ = 0;
     uint64_t evictions_ = 0;
+    uint64_t quota_evictions_ = 0;
+    uint64_t pinned_soft_ = 0;
+    uint64_t pinned_hard_ = 0;
+    uint64_t pinned_hard_units_ = 0;
     uint64_t dropped_before_reuse_ = 0;
     Ghosts ghosts_;
     std::vector<Key> evicted_;

@@ -1,11 +1,11 @@
-// What lies in the segment: header | buckets | entries | links | arena of slabs.
+// What lies in the segment: header | buckets | entries | links | notes | arena of slabs.
 //
 // Crash rules. The owner may be killed at any instruction; its memory stays. Only the header, the
-// entries and the arena are trusted by the next owner; buckets, links and everything on the heap
-// (slab table, lists, counters) are rebuilt from the entries at attach. An entry is described by
-// its state alone: it is written while `free` or `writing`, and `ready` is stored last. A slot
-// changes hands only after its old entry was stored as `free`. Stores keep that order through
-// std::atomic_ref (release) and publish_fence(); the bytes of a payload are written by copy
+// entries, the notes and the arena are trusted by the next owner; buckets, links and everything on
+// the heap (slab table, lists, counters) are rebuilt from the entries at attach. An entry is
+// described by its state alone: it is written while `free` or `writing`, and `ready` is stored
+// last. A slot changes hands only after its old entry was stored as `free`. Stores keep that order
+// through std::atomic_ref (release) and publish_fence(); the bytes of a payload are written by copy
 // threads whose completion happens before the commit.
 #pragma once
 
@@ -20,13 +20,14 @@
 
 namespace kvferry {
 
-inline constexpr uint32_t kFormatVersion = 2;
+inline constexpr uint32_t kFormatVersion = 3;
 inline constexpr std::array<char, 8> kMagic = {'K', 'V', 'F', 'E', 'R', 'R', 'Y', 'P'};
 inline constexpr size_t kPageBytes = 4096;
 inline constexpr size_t kArenaAlign = 2u << 20;  // whole huge pages where the kernel gives them
 inline constexpr size_t kUnitBytes = 512;        // of slots: direct I/O needs no bounce buffer
 inline constexpr size_t kClassesMax = 64;
 inline constexpr size_t kShardsMax = 32;
+inline constexpr size_t kOwnersMax = 128;  // row 0 is nobody's
 inline constexpr uint64_t kKeysMax = (1ull << 31) - 1;
 inline constexpr uint32_t kNone = 0xFFFFFFFF;
 
@@ -35,8 +36,12 @@ enum class EntryState : uint8_t { kFree = 0, kWriting = 1, kReady = 2, kDoomed =
 // Entry::flags
 inline constexpr uint8_t kInProbation = 1;
 inline constexpr uint8_t kInProtected = 2;
-inline constexpr uint8_t kInList = kInProbation | kInProtected;
 inline constexpr uint8_t kLeasedOnce = 4;
+inline constexpr uint8_t kInSoft = 8;  // the list of what is pinned softly
+inline constexpr uint8_t kInList = kInProbation | kInProtected | kInSoft;
+inline constexpr uint8_t kPinSoft = 16;  // evicted only when nothing else can be
+inline constexpr uint8_t kPinHard = 32;  // never evicted: in no list
+inline constexpr uint8_t kPins = kPinSoft | kPinHard;
 
 struct Entry {
     Key key;
@@ -71,6 +76,21 @@ struct Links {
     uint32_t next;  // towards the tail (evicted first)
 };
 
+// What an entry is besides: read when it changes hands and by operators, never by a lookup.
+// Written while the entry is `free` or `writing`.
+struct Note {
+    uint32_t stored_s;  // seconds since 1970 at the commit
+    uint16_t owner;     // row of Header::owners
+    uint16_t group;     // of the owner's; only told again
+};
+
+// Whose entries they are: a namespace. A row that has no entries may be given to another name.
+struct OwnerRow {
+    Key name;
+    uint64_t taken;  // kOwnerTaken once the name is whole
+};
+inline constexpr uint64_t kOwnerTaken = 0x6F776E6572726F77;
+
 struct Bucket {
     uint32_t id_plus_one;  // 0 = empty
     uint32_t tag;
@@ -92,6 +112,7 @@ struct SegmentLayout {
     uint64_t buckets_at;
     uint64_t entries_at;
     uint64_t links_at;
+    uint64_t notes_at;
     uint64_t arena_at;
     uint64_t slabs;
     friend bool operator==(const SegmentLayout&, const SegmentLayout&) = default;
@@ -108,6 +129,7 @@ struct Header {
     // Size class -> slot size in units, its complement in the upper half. Written before the first
     // entry of the class.
     std::array<uint64_t, kClassesMax> classes;
+    std::array<OwnerRow, kOwnersMax> owners;
 };
 static_assert(sizeof(Header) <= kPageBytes);
 

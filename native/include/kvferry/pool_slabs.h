@@ -17,6 +17,7 @@ struct Slab {
     uint32_t used = 0;             // slots that have an owner
     uint32_t listed = 0;           // of these: entries in an eviction list (evictable)
     uint32_t listed_safe = 0;      // of these: in the protected list
+    uint32_t listed_soft = 0;      // or in that of what is pinned softly
     uint32_t free_slot = kNone;    // chain through owners
     uint32_t partial_index = 0;    // place in SizeClass::partial while a slot is free
     uint64_t newest_use = 0;       // no entry was used later

@@ -36,7 +36,8 @@ SegmentLayout plan_index(uint64_t slab_bytes, uint64_t keys_max) {
     layout.buckets_at = kPageBytes;
     layout.entries_at = layout.buckets_at + layout.buckets * sizeof(Bucket);
     layout.links_at = layout.entries_at + keys_max * sizeof(Entry);
-    layout.arena_at = round_up(layout.links_at + keys_max * sizeof(Links), kArenaAlign);
+    layout.notes_at = layout.links_at + keys_max * sizeof(Links);
+    layout.arena_at = round_up(layout.notes_at + keys_max * sizeof(Note), kArenaAlign);
     return layout;
 }
 
@@ -79,6 +80,7 @@ void seal_header(Header& header, const SegmentLayout& layout) {
     header.layout = layout;
     header.clean = 0;
     header.classes.fill(0);
+    header.owners.fill(OwnerRow{});
     Header finished = header;
     finished.magic = kMagic;
     header.checksum = header_checksum(finished);

@@ -23,10 +23,12 @@ Pool::Pool(Segment segment, const SegmentLayout& layout)
       layout_(layout),
       entries_(reinterpret_cast<Entry*>(segment_.base() + layout.entries_at)),
       links_(reinterpret_cast<Links*>(segment_.base() + layout.links_at)),
+      notes_(reinterpret_cast<Note*>(segment_.base() + layout.notes_at)),
       buckets_(reinterpret_cast<Bucket*>(segment_.base() + layout.buckets_at), layout.buckets,
                entries_),
       slabs_(layout.slabs, layout.slab_bytes),
-      lists_(entries_, links_, slabs_) {}
+      owners_(header().owners),
+      lists_(entries_, links_, notes_, slabs_, owners_) {}
 
 PoolStats Pool::stats() const {
     PoolStats stats;
@@ -41,6 +43,10 @@ PoolStats Pool::stats() const {
     stats.dropped_before_reuse = dropped_before_reuse_;
     stats.slabs = layout_.slabs;
     stats.slabs_free = slabs_.free_slabs();
+    stats.quota_evictions = quota_evictions_;
+    stats.pinned_soft = pinned_soft_;
+    stats.pinned_hard = pinned_hard_;
+    stats.pinned_hard_bytes = pinned_hard_units_ * kUnitBytes;
     return stats;
 }
 
@@ -77,8 +83,8 @@ void Pool::refresh(KeyView keys) {
     for (size_t i = ids.size(); i-- > 0;) {
         Entry& entry = entries_[ids[i]];
         touch(entry);
-        const uint8_t list = entry.flags & (kInProbation | kInProtected);
-        if (list != 0) {  // a leased entry is in none
+        const uint8_t list = entry.flags & kInList;
+        if (list != 0) {  // what is leased or pinned hard is in none
             lists_.remove(ids[i]);
             lists_.push(ids[i], list);
         }
@@ -126,6 +132,8 @@ std::vector<uint32_t> Pool::lease(KeyView keys, bool use) {
 }
 
 void Pool::release(Ids ids) {
+    std::vector<uint32_t> ended;  // each once, where its last lease falls
+    ended.reserve(ids.size());
     for (size_t i = 0; i < ids.size(); ++i) {
         const bool held = ids[i] < layout_.keys_max && entries_[ids[i]].leases > 0;
         if (!held) {
@@ -134,24 +142,21 @@ void Pool::release(Ids ids) {
             }
             refuse("release", ids[i], "has no lease left to release");
         }
-        --entries_[ids[i]].leases;
-    }
-    for (size_t i = ids.size(); i-- > 0;) {
-        const uint32_t id = ids[i];
-        Entry& entry = entries_[id];
-        const EntryState state = entry.load_state();
-        // An id given twice is settled at its first visit here.
-        if (entry.leases > 0 || (entry.flags & kInList) != 0 || state == EntryState::kFree) {
-            continue;
+        if (--entries_[ids[i]].leases == 0) {
+            ended.push_back(ids[i]);
         }
-        --leased_;
-        if (state == EntryState::kDoomed) {
-            free_entry(id);
+    }
+    leased_ -= ended.size();
+    for (size_t i = ended.size(); i-- > 0;) {
+        Entry& entry = entries_[ended[i]];
+        if (entry.load_state() == EntryState::kDoomed) {
+            free_entry(ended[i]);
             continue;
         }
         touch(entry);
-        // Held for its own sake only (written to another tier), it is as cold as it was.
-        lists_.push(id, (entry.flags & kLeasedOnce) != 0 ? kInProtected : kInProbation);
+        if (const uint8_t list = list_for(entry); list != 0) {
+            lists_.push(ended[i], list);
+        }
     }
 }
 
@@ -161,6 +166,7 @@ void Pool::commit(Ids ids) {
     for (size_t i = ids.size(); i-- > 0;) {
         Entry& entry = entries_[ids[i]];
         touch(entry);
+        notes_[ids[i]].stored_s = unix_s();
         move_state(entry, EntryState::kReady);
         lists_.push(ids[i], kInProbation);
     }
@@ -197,10 +203,12 @@ void Pool::doom(Ids ids) {
 uint64_t Pool::clear() {
     uint64_t dropped = 0;
     for (uint8_t c = 0; c < kClassesMax; ++c) {
-        for (uint32_t id = lists_.coldest(c); id != kNone; id = lists_.coldest(c)) {
-            lists_.remove(id);
-            free_entry(id);
-            ++dropped;
+        for (const bool soft : {false, true}) {
+            for (uint32_t id = lists_.coldest(c, soft); id != kNone; id = lists_.coldest(c, soft)) {
+                lists_.remove(id);
+                free_entry(id);
+                ++dropped;
+            }
         }
     }
     return dropped;
@@ -299,6 +307,10 @@ void Pool::free_entry(uint32_t id) {
     move_state(entry, EntryState::kFree);
     publish_fence();
     buckets_.erase(id);
+    count_pin(entry, false);
+    Owner& owner = owners_.at(notes_[id].owner);
+    --owner.entries;
+    owner.units -= slabs_.in_class(entry.size_class).units;
     slabs_.give(entry.slot);
     push_free_id(id);
 }

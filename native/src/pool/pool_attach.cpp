@@ -44,7 +44,7 @@ std::unique_ptr<Pool> Pool::attach(int fd, uint64_t epoch) {
     return pool;
 }
 
-// Links and the arena need no zeros: neither is read before it is written.
+// Links, notes and the arena need no zeros: none is read before it is written.
 void Pool::format() {
     header().magic.fill(0);
     publish_fence();
@@ -61,6 +61,7 @@ void Pool::format() {
 void Pool::recover() {
     constexpr uint64_t kAhead = 32;
     slabs_.load_classes(header().classes);
+    owners_.find_end();
     buckets_.clear();
     std::vector<uint32_t> kept;
     for (uint64_t i = layout_.keys_max; i-- > 0;) {
@@ -102,7 +103,7 @@ bool Pool::adopt(uint32_t id) {
     return true;
 }
 
-// Eviction order by last use. What was leased at the end belongs to protected.
+// Owners, pins, and eviction order by last use. What was leased at the end belongs to protected.
 void Pool::relink(const std::vector<uint32_t>& kept) {
     struct Aged {
         uint64_t use;
@@ -121,9 +122,19 @@ void Pool::relink(const std::vector<uint32_t>& kept) {
         const uint8_t was_in = entry.flags & kInList;
         const bool leased = was_in == 0 && (entry.flags & kLeasedOnce) != 0;
         const bool safe = was_in == kInProtected || leased;
-        entry.flags &= kLeasedOnce;
+        entry.flags &= kLeasedOnce | kPins;
         slabs_.of(entry.slot).newest_use = aged.use;
-        lists_.push(aged.id, safe ? kInProtected : kInProbation);
+        Note& note = notes_[aged.id];
+        note.owner = static_cast<uint16_t>(owners_.known(note.owner));
+        Owner& owner = owners_.at(note.owner);
+        ++owner.entries;
+        owner.units += slabs_.in_class(entry.size_class).units;
+        count_pin(entry, true);
+        if ((entry.flags & kPins) == 0) {
+            lists_.push(aged.id, safe ? kInProtected : kInProbation);
+        } else if (const uint8_t list = list_for(entry); list != 0) {
+            lists_.push(aged.id, list);
+        }
     }
     use_ = order.empty() ? 0 : order.back().use;
 }

@@ -16,9 +16,13 @@ class PoolChecker {
         check_free_ids();
         check_buckets();
         for (uint8_t c = 0; c < kClassesMax; ++c) {
-            check_list(c, kInProbation);
-            check_list(c, kInProtected);
+            for (uint32_t owner = 0; owner < pool_.owners_.end(); ++owner) {
+                check_list(c, owner, kInProbation);
+                check_list(c, owner, kInProtected);
+                check_list(c, owner, kInSoft);
+            }
         }
+        check_owners();
         check_slabs();
         check_counters();
         return std::move(problems_);
@@ -29,6 +33,7 @@ class PoolChecker {
         uint32_t used = 0;
         uint32_t listed = 0;
         uint32_t listed_safe = 0;
+        uint32_t listed_soft = 0;
         uint64_t newest_use = 0;
     };
 
@@ -78,9 +83,13 @@ class PoolChecker {
         const EntryState state = entry.load_state();
         leased_ += entry.leases > 0 ? 1 : 0;
         const bool listed = (entry.flags & kInList) != 0;
-        const bool evictable = state == EntryState::kReady && entry.leases == 0;
+        const bool evictable =
+            state == EntryState::kReady && entry.leases == 0 && (entry.flags & kPinHard) == 0;
         if (listed != evictable) {
             problem("entry ", id, ": listed ", listed, ", evictable ", evictable);
+        }
+        if (((entry.flags & kInSoft) != 0) > ((entry.flags & kPinSoft) != 0)) {
+            problem("entry ", id, ": listed as pinned, and is not");
         }
         if ((state == EntryState::kWriting) && entry.leases > 0) {
             problem("entry ", id, ": writing and leased");
@@ -105,7 +114,17 @@ class PoolChecker {
         SlabTally& tally = tallies_[slab];
         ++tally.used;
         tally.listed += listed ? 1 : 0;
+        const uint32_t row = pool_.notes_[id].owner;
+        if (row >= pool_.owners_.end()) {
+            problem("entry ", id, ": its owner's row was never taken");
+        } else {
+            ++owners_[row].entries;
+            owners_[row].units += pool_.slabs_.in_class(entry.size_class).units;
+        }
+        pinned_soft_ += (entry.flags & kPinSoft) != 0 ? 1 : 0;
+        pinned_hard_ += (entry.flags & kPinHard) != 0 ? 1 : 0;
         tally.listed_safe += (entry.flags & kInProtected) != 0 ? 1 : 0;
+        tally.listed_soft += (entry.flags & kInSoft) != 0 ? 1 : 0;
         tally.newest_use = std::max(tally.newest_use, entry.last_use());
     }
 
@@ -140,8 +159,8 @@ class PoolChecker {
         }
     }
 
-    void check_list(uint8_t size_class, uint8_t flag) {
-        const List& list = pool_.lists_.list(size_class, flag);
+    void check_list(uint8_t size_class, uint32_t owner, uint8_t flag) {
+        const List& list = pool_.lists_.list(size_class, owner, flag);
         uint64_t size = 0;
         uint32_t before = kNone;
         uint64_t use = pool_.use_;
@@ -151,7 +170,8 @@ class PoolChecker {
                 return;
             }
             const Entry& entry = pool_.entries_[id];
-            if ((entry.flags & kInList) != flag || entry.size_class != size_class) {
+            if ((entry.flags & kInList) != flag || entry.size_class != size_class ||
+                pool_.notes_[id].owner != owner) {
                 problem("entry ", id, ": in a list that is not its own");
             }
             if (entry.last_use() > use) {
@@ -165,13 +185,28 @@ class PoolChecker {
         }
     }
 
+    void check_owners() {
+        for (uint32_t row = 0; row < pool_.owners_.end(); ++row) {
+            const Owner& counted = pool_.owners_.at(row);
+            if (counted.entries != owners_[row].entries || counted.units != owners_[row].units) {
+                problem("owner ", row, ": ", owners_[row].entries, " entries, ", counted.entries,
+                        " counted");
+            }
+        }
+        if (pinned_soft_ != pool_.pinned_soft_ || pinned_hard_ != pool_.pinned_hard_) {
+            problem("pins: ", pinned_soft_, " and ", pinned_hard_, " entries, ", pool_.pinned_soft_,
+                    " and ", pool_.pinned_hard_, " counted");
+        }
+    }
+
     void check_slabs() {
         uint64_t free_slabs = 0;
         for (size_t i = 0; i < tallies_.size(); ++i) {
             const Slab& slab = pool_.slabs_.all()[i];
             const SlabTally& tally = tallies_[i];
             if (slab.used != tally.used || slab.listed != tally.listed ||
-                slab.listed_safe != tally.listed_safe || slab.newest_use < tally.newest_use) {
+                slab.listed_safe != tally.listed_safe || slab.listed_soft != tally.listed_soft ||
+                slab.newest_use < tally.newest_use) {
                 problem("slab ", i, ": its counters differ from its entries");
             }
             free_slabs += slab.size_class == kNoClass ? 1 : 0;
@@ -220,6 +255,9 @@ class PoolChecker {
     uint64_t entry_count_;
     uint64_t leased_ = 0;
     std::array<uint64_t, 4> states_{};
+    std::array<Owner, kOwnersMax> owners_{};
+    uint64_t pinned_soft_ = 0;
+    uint64_t pinned_hard_ = 0;
     std::vector<SlabTally> tallies_;
     std::vector<std::string> problems_;
 };

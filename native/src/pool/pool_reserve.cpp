@@ -3,14 +3,16 @@
 // A class that needs a slot takes, in this order: a free slot of its own; a free slab; a slab of
 // another class that nobody used since this class's own coldest entry was used (so a model that
 // left gives its memory to the one that came); its own coldest entry; and, when it has nothing to
-// evict, the coldest slab whose entries may all go.
+// evict, the coldest slab whose entries may all go. What is pinned softly goes when all of that
+// gave nothing. An owner at its quota makes room among its own entries first.
 #include <algorithm>
 
 #include "kvferry/pool.h"
 
 namespace kvferry {
 
-void Pool::reserve(KeyView keys, uint64_t payload_bytes, uint32_t shards, int64_t* out) {
+void Pool::reserve(KeyView keys, uint64_t payload_bytes, uint32_t shards, int64_t* out,
+                   const OwnerOf& owner) {
     if (shards == 0 || shards > kShardsMax) {
         throw std::invalid_argument("shards is " + std::to_string(shards) + ": it must be 1 .. " +
                                     std::to_string(kShardsMax));
@@ -27,7 +29,15 @@ void Pool::reserve(KeyView keys, uint64_t payload_bytes, uint32_t shards, int64_
             std::to_string(layout_.slab_bytes) + "; create the pool with larger slab_bytes");
     }
     const auto units = static_cast<uint32_t>(slot_units_for(payload_bytes));
-    Reservation call{slabs_.class_for(units, header().classes), static_cast<uint8_t>(shards)};
+    Reservation call{slabs_.class_for(units, header().classes),
+                     static_cast<uint8_t>(shards),
+                     static_cast<uint16_t>(owners_.row_of(owner.name)),
+                     owner.group,
+                     units,
+                     0};
+    if (call.owner != 0 && owner.quota_bytes != 0) {
+        call.quota_units = std::max<uint64_t>(owner.quota_bytes / kUnitBytes, 1);
+    }
     const std::vector<uint32_t> held = hold_found(keys, out);
     for (size_t i = 0; i < keys.size(); ++i) {
         if (out[i] == kReserveNoSpace) {
@@ -37,7 +47,7 @@ void Pool::reserve(KeyView keys, uint64_t payload_bytes, uint32_t shards, int64_
     for (size_t i = held.size(); i-- > 0;) {  // back, as just used, tail first
         Entry& entry = entries_[held[i]];
         touch(entry);
-        lists_.push(held[i], (entry.flags & kLeasedOnce) != 0 ? kInProtected : kInProbation);
+        lists_.push(held[i], list_for(entry));
     }
 }
 
@@ -71,7 +81,11 @@ int64_t Pool::reserve_one(const Key& key, Reservation& call) {
     if (buckets_.find(key) != kNone) {
         return kReserveBusy;  // twice in this batch
     }
-    if (free_id_ == kNone && !evict_one(call.size_class) && !evict_anywhere()) {
+    if (!make_way_within_quota(call)) {
+        return kReserveNoSpace;
+    }
+    if (free_id_ == kNone && !evict_one(call.size_class, false) && !evict_anywhere(false) &&
+        !evict_anywhere(true)) {
         return kReserveNoSpace;
     }
     const uint32_t id = pop_free_id();
@@ -89,6 +103,10 @@ int64_t Pool::reserve_one(const Key& key, Reservation& call) {
     entry.size_class = call.size_class;
     entry.shards = call.shards;
     trailer(entry).valid_mask = 0;
+    notes_[id] = {0, call.owner, call.group};
+    Owner& owner = owners_.at(call.owner);
+    ++owner.entries;
+    owner.units += call.units;
     move_state(entry, EntryState::kWriting);
     buckets_.insert(id);
     return id;
@@ -105,15 +123,36 @@ uint32_t Pool::take_slot(uint32_t id, Reservation& call) {
         }
         // One search over the slabs a call, and one more after each success.
         call.may_steal_older = call.may_steal_older && steal_older_slab(call.size_class);
-        if (call.may_steal_older || evict_one(call.size_class) || steal_coldest_slab()) {
+        if (call.may_steal_older || evict_one(call.size_class, false) ||
+            steal_coldest_slab(false) || evict_one(call.size_class, true) ||
+            steal_coldest_slab(true)) {
             continue;
         }
         return kNone;
     }
 }
 
-bool Pool::evict_one(uint8_t size_class) {
-    const uint32_t id = lists_.coldest(size_class);
+bool Pool::make_way_within_quota(const Reservation& call) {
+    const Owner& owner = owners_.at(call.owner);
+    if (call.quota_units == 0) {
+        return true;
+    }
+    if (call.units > call.quota_units) {
+        return false;
+    }
+    while (owner.units + call.units > call.quota_units) {
+        const uint32_t id = lists_.coldest_of(call.owner, call.size_class);
+        if (id == kNone) {
+            return false;
+        }
+        evict(id);
+        ++quota_evictions_;
+    }
+    return true;
+}
+
+bool Pool::evict_one(uint8_t size_class, bool soft) {
+    const uint32_t id = lists_.coldest(size_class, soft);
     if (id == kNone) {
         return false;
     }
@@ -122,10 +161,10 @@ bool Pool::evict_one(uint8_t size_class) {
 }
 
 // For want of an entry, not of space: the coldest of all classes.
-bool Pool::evict_anywhere() {
+bool Pool::evict_anywhere(bool soft) {
     uint32_t coldest = kNone;
     for (uint8_t c = 0; c < kClassesMax; ++c) {
-        const uint32_t id = lists_.coldest(c);
+        const uint32_t id = lists_.coldest(c, soft);
         if (id != kNone &&
             (coldest == kNone || entries_[id].last_use() < entries_[coldest].last_use())) {
             coldest = id;
@@ -144,11 +183,12 @@ bool Pool::evict_anywhere() {
 bool Pool::steal_older_slab(uint8_t size_class) {
     const auto use_of = [&](uint32_t id) { return id == kNone ? 0 : entries_[id].last_use(); };
     const uint64_t own = use_of(lists_.coldest(size_class));
-    const uint64_t own_safe = use_of(lists_.list(size_class, kInProtected).tail);
+    const uint64_t own_safe = use_of(lists_.tail(size_class, kInProtected));
     Slab* oldest = nullptr;
     for (Slab& slab : slabs_.all()) {
         const uint64_t limit = slab.listed_safe > 0 ? own_safe : own;
-        if (slab.evictable() && slab.size_class != size_class && slab.newest_use < limit &&
+        if (slab.evictable() && slab.listed_soft == 0 && slab.size_class != size_class &&
+            slab.newest_use < limit &&
             (oldest == nullptr || slab.newest_use < oldest->newest_use)) {
             oldest = &slab;
         }
@@ -160,10 +200,11 @@ bool Pool::steal_older_slab(uint8_t size_class) {
     return true;
 }
 
-bool Pool::steal_coldest_slab() {
+bool Pool::steal_coldest_slab(bool soft) {
     Slab* oldest = nullptr;
     for (Slab& slab : slabs_.all()) {
-        if (slab.evictable() && (oldest == nullptr || slab.newest_use < oldest->newest_use)) {
+        if (slab.evictable() && (soft || slab.listed_soft == 0) &&
+            (oldest == nullptr || slab.newest_use < oldest->newest_use)) {
             oldest = &slab;
         }
     }

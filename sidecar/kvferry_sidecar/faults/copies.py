@@ -13,7 +13,7 @@ from kvferry_native import Pool
 
 from kvferry_sidecar.engines.base import CopyEngine, CopyResult, CopyStatus, Direction, Extents
 from kvferry_sidecar.faults.rules import Book, Rule
-from kvferry_sidecar.tiers.host import Entries, HostTier, Keys, Reservation
+from kvferry_sidecar.tiers.host import NOBODY, Entries, HostTier, Keys, Owner, Reservation
 
 
 def die() -> None:
@@ -110,10 +110,17 @@ class FaultyPool(HostTier):
         super().__init__(pool)
         self._book = book
 
-    def reserve(self, keys: Keys, payload_bytes: int, shards: int) -> Reservation:
+    def reserve(
+        self,
+        keys: Keys,
+        payload_bytes: int,
+        shards: int,
+        owner: Owner = NOBODY,
+        group: int = 0,
+    ) -> Reservation:
         """As in HostTier."""
         self._point("reserve")
-        taken = super().reserve(keys, payload_bytes, shards)
+        taken = super().reserve(keys, payload_bytes, shards, owner, group)
         self._point("reserved")
         return taken
 

@@ -78,6 +78,10 @@ class PoolStatus(msgspec.Struct, frozen=True):
     dropped_before_reuse: int
     slabs: int
     slabs_free: int
+    quota_evictions: int = 0
+    pinned_soft: int = 0
+    pinned_hard: int = 0
+    pinned_hard_bytes: int = 0
 
 
 class TracesStatus(msgspec.Struct, frozen=True):
@@ -238,6 +242,10 @@ def _pool(stats: PoolStats) -> PoolStatus:
         dropped_before_reuse=stats.dropped_before_reuse,
         slabs=stats.slabs,
         slabs_free=stats.slabs_free,
+        quota_evictions=stats.quota_evictions,
+        pinned_soft=stats.pinned_soft,
+        pinned_hard=stats.pinned_hard,
+        pinned_hard_bytes=stats.pinned_hard_bytes,
     )
 
 

@@ -153,6 +153,12 @@ COUNTERS = (
     ),
     Row("pool_evictions", "Objects evicted.", ("tier",), pool("evictions")),
     Row(
+        "pool_quota_evictions",
+        "Of them those evicted to keep their own namespace within its quota.",
+        ("tier",),
+        pool("quota_evictions"),
+    ),
+    Row(
         "pool_dropped_before_reuse",
         "Objects evicted that were never loaded.",
         ("tier",),

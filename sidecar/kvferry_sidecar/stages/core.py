@@ -14,6 +14,7 @@ from kvferry_sidecar.masks.objects import Objects
 from kvferry_sidecar.outcomes.ledger import Ledger
 from kvferry_sidecar.outcomes.reasons import EXPLANATIONS, Decline, Reason
 from kvferry_sidecar.outcomes.tombstones import Tombstones
+from kvferry_sidecar.policies import UNBOUNDED, Bounds, Rule, bounds_of
 from kvferry_sidecar.sessions.admissions import Admission, Admissions
 from kvferry_sidecar.sessions.leases import LeaseTable
 from kvferry_sidecar.sessions.model import Peer, Session, SessionKey
@@ -27,7 +28,7 @@ from kvferry_sidecar.stages.outbox import Outbox
 from kvferry_sidecar.stages.residence import Residence
 from kvferry_sidecar.stages.shadow import Shadows
 from kvferry_sidecar.stages.shape import SessionShape, session_shape
-from kvferry_sidecar.tiers.host import HostTier
+from kvferry_sidecar.tiers.host import HostTier, Owner
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Core:
     announcer: Announcer
     breaker: Breaker
     shadows: Shadows
+    rules: tuple[Rule, ...] = ()  # per namespace
     residence: Residence = field(default_factory=Residence)
     draining: bool = False
     saves_paused: bool = False
@@ -58,6 +60,18 @@ class Core:
     skips: Counter[Reason] = field(default_factory=Counter)
     damaged_chunks: int = 0  # dropped with or behind a checksum mismatch
     _shapes: dict[SessionKey, SessionShape] = field(default_factory=dict)
+
+    def bounds_of(self, namespace: bytes) -> Bounds:
+        """Return what the rules give a namespace."""
+        if not self.rules:
+            return UNBOUNDED
+        known = self.journal.namespaces.find(namespace)
+        facts = known.identity if known is not None else {}
+        return bounds_of(self.rules, namespace, facts, self.pool.stats().total_bytes)
+
+    def owner_of(self, namespace: bytes) -> Owner:
+        """Return whose a namespace's new objects are."""
+        return Owner(namespace, self.bounds_of(namespace).quota_bytes)
 
     def note_evictions(self, now_s: float) -> None:
         """Room was made in the pool: say whose objects have left it, and after how long."""

@@ -27,6 +27,7 @@ from kvferry_sidecar.stages.hits import refresh
 from kvferry_sidecar.stages.looks import form_of
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
+from kvferry_sidecar.tiers.host import Owner
 
 Number = TypeVar("Number", np.int32, np.uint32, np.uint64)
 _hash_bytes_max = 64
@@ -77,10 +78,11 @@ def open_save(
         if isinstance(plan, Decline):
             return plan
         plans.append(plan)
-    work = _reserve_all(core, shape, plans, _prefixes(core, session, shape, job))
+    owner = core.owner_of(namespace)
+    work = _reserve_all(core, shape, plans, _prefixes(core, session, shape, job), owner)
     if isinstance(work, SaveWork):
         work.told_hashes = raw[1] if session.kv_events else b""
-        work.shadow = _shadow_of(core, LeaseKey(session.life, job.admission), plans)
+        work.shadow = _shadow_of(core, LeaseKey(session.life, job.admission), plans, owner)
     return work
 
 
@@ -92,7 +94,7 @@ class _Shadow:
     save: _GroupSave
 
 
-def _shadow_of(core: Core, key: LeaseKey, plans: list[_GroupPlan]) -> _Shadow | None:
+def _shadow_of(core: Core, key: LeaseKey, plans: list[_GroupPlan], owner: Owner) -> _Shadow | None:
     """Reserve a slot for the block of a watched chunk, if this save names it."""
     check = core.shadows.find(key)
     for plan in plans:
@@ -103,7 +105,7 @@ def _shadow_of(core: Core, key: LeaseKey, plans: list[_GroupPlan]) -> _Shadow | 
             # A key that no chunk has: nothing can hit it, and it is given back unfilled.
             other = np.frombuffer(os.urandom(16), np.uint8).reshape(1, 16)
             one = _GroupPlan(plan.shape, plan.ends[rows], other, plan.blocks[rows])
-            save = _reserve(core, one)
+            save = _reserve(core, one, owner)
             if len(save.entries):
                 core.shadows.claim(key)
                 return _Shadow(key, save)
@@ -331,13 +333,17 @@ def _prefixes(core: Core, session: Session, shape: SessionShape, job: SaveJob) -
 
 
 def _reserve_all(
-    core: Core, shape: SessionShape, plans: list[_GroupPlan], prefixes: list[Keys]
+    core: Core,
+    shape: SessionShape,
+    plans: list[_GroupPlan],
+    prefixes: list[Keys],
+    owner: Owner,
 ) -> SaveWork | Decline:
     """Reserve for every group, or for none when a stripe is larger than the pool can hold."""
     taken: list[_GroupSave] = []
     for plan in plans:
         try:
-            taken.append(_reserve(core, plan))
+            taken.append(_reserve(core, plan, owner))
         except ValueError as error:
             for save in taken:
                 core.pool.abort(save.entries)
@@ -345,14 +351,14 @@ def _reserve_all(
     return SaveWork(core, shape, taken, prefixes)
 
 
-def _reserve(core: Core, plan: _GroupPlan) -> _GroupSave:
-    stripe = plan.shape.stripe
+def _reserve(core: Core, plan: _GroupPlan, owner: Owner) -> _GroupSave:
+    stripe, group = plan.shape.stripe, plan.shape.group
     pool = core.pool
     if not len(plan.keys):
         none = np.empty(0, np.uint32)
         no_offsets = np.empty(0, np.uint64)
         return _GroupSave(plan.shape, plan.ends, plan.keys, none, plan.blocks, no_offsets, none)
-    taken = pool.reserve(plan.keys, stripe.payload_bytes, stripe.shard_count)
+    taken = pool.reserve(plan.keys, stripe.payload_bytes, stripe.shard_count, owner, group)
     core.skips[Reason.STORED] += taken.stored
     core.skips[Reason.BEING_WRITTEN] += taken.being_written
     core.skips[Reason.POOL_FULL] += taken.full

@@ -29,6 +29,7 @@ from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.looks import Chunk, Look
 from kvferry_sidecar.stages.shape import SessionShape
 from kvferry_sidecar.stages.stores import StoreDesk, Tier
+from kvferry_sidecar.tiers.host import NOBODY
 from kvferry_sidecar.tiers.runner import CallResult, Find, Get
 from kvferry_sidecar.tiers.store import Form, Item
 
@@ -249,6 +250,8 @@ class Staging:
         writes will be there by itself."""
         parts: list[_Part] = []
         items: list[Item] = []
+        namespace = self._core.namespace_of(look.peer.session, look.admission.version)
+        owner = NOBODY if namespace is None else self._core.owner_of(namespace)
         for index, group in enumerate(look.groups):
             chunks = [at.chunk for at in batch if at.group == index]
             if not chunks:
@@ -256,8 +259,9 @@ class Staging:
             form = looks.form_of(group.stripe)
             keys = np.ascontiguousarray(look.admission.keys[index][chunks])
             try:
+                stripe = group.stripe
                 taken = self._core.pool.reserve(
-                    keys, group.stripe.payload_bytes, group.stripe.shard_count
+                    keys, stripe.payload_bytes, stripe.shard_count, owner, group.group
                 )
                 won = taken.index.tolist()
             except ValueError:  # larger than a slab: as good as absent

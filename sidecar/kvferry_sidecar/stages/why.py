@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvferry_sidecar.geometry.identity import compare_identity
 from kvferry_sidecar.outcomes.reasons import Reason
@@ -17,7 +18,8 @@ from kvferry_sidecar.sessions.model import Session
 from kvferry_sidecar.stages.shape import SessionShape
 from kvferry_sidecar.tiers.host import Absence, HostTier
 
-namespaces_max = 32  # remembered and looked at after a miss of the whole prompt
+namespaces_max = 128  # remembered, as many as the pool tells apart
+namespaces_asked_max = 32  # looked at after a miss of the whole prompt, the newest first
 fields_max = 4  # differing fields that are named
 
 _NEVER = Why(Reason.ABSENT, "not even the first chunk of the prompt is stored")
@@ -53,13 +55,17 @@ class Namespaces:
         if len(self._known) > namespaces_max:
             del self._known[next(iter(self._known))]
 
+    def find(self, digest: bytes) -> NamespaceFacts | None:
+        """Return what is known of a namespace."""
+        return self._known.get(digest)
+
     def holder(
         self, pool: HostTier, session: Session, hashes: bytes, hash_bytes: int
     ) -> Why | None:
         """Return where else the prompt's first chunk is kept, and which facts differ; or None."""
         own = session.namespaces.get(session.version)
         mine = self._known.get(own) if own is not None else None
-        for digest, facts in self._known.items():
+        for digest, facts in islice(reversed(self._known.items()), namespaces_asked_max):
             chunk_bytes = facts.hashes_per_unit * hash_bytes
             if digest == own or len(hashes) < chunk_bytes:
                 continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from kvferry_native import Pool, PoolFull, PoolStats
@@ -28,6 +29,50 @@ class Absence(enum.IntEnum):
 
     BEING_WRITTEN = -2
     UNKNOWN = -1
+
+
+class Owner(NamedTuple):
+    """Whose objects they will be: a namespace (16 bytes) and how many bytes it may have; 0: any."""
+
+    namespace: bytes
+    quota_bytes: int = 0
+
+
+NOBODY = Owner(b"")
+
+
+class Pin(enum.IntEnum):
+    """How an object is kept: ``SOFT`` goes when nothing else can, ``HARD`` never."""
+
+    NONE = 0
+    SOFT = 1
+    HARD = 2
+
+
+class Holding(NamedTuple):
+    """An owner that has objects; ``number`` as in a Scan, the namespace of nobody is b""."""
+
+    number: int
+    namespace: bytes
+    objects: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """Ready objects among some places of the pool; all arrays (n,), ``keys`` (n, 16).
+
+    ``next``: the place to go on with, -1 at the end. ``bytes``: of the slots.
+    """
+
+    next: int
+    entries: Entries
+    keys: Keys
+    owners: NDArray[np.uint32]
+    groups: NDArray[np.uint32]
+    ages_s: NDArray[np.uint32]
+    bytes: NDArray[np.uint64]
+    pins: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +122,24 @@ class HostTier:
         """Undo one lease of each."""
         self._pool.release(entries)
 
-    def reserve(self, keys: Keys, payload_bytes: int, shards: int) -> Reservation:
+    def reserve(
+        self,
+        keys: Keys,
+        payload_bytes: int,
+        shards: int,
+        owner: Owner = NOBODY,
+        group: int = 0,
+    ) -> Reservation:
         """Take a slot for every key that is not there yet.
 
         ``payload_bytes`` is the whole stripe. ValueError when it exceeds a slab. A size that the
-        pool has no class left for (64 others hold objects) is a full pool.
+        pool has no class left for (64 others hold objects) is a full pool, and so is a quota that
+        leaves nothing of the owner's own to evict.
         """
         try:
-            codes = self._pool.reserve(keys, payload_bytes, shards)
+            codes = self._pool.reserve(
+                keys, payload_bytes, shards, owner.namespace, owner.quota_bytes, group
+            )
         except PoolFull:
             codes = np.full(len(keys), _FULL, np.int64)
         index = np.flatnonzero(codes >= 0)
@@ -130,8 +185,32 @@ class HostTier:
         self._pool.doom(entries)
 
     def clear(self) -> int:
-        """Drop everything that is neither leased nor being written; returns how many."""
+        """Drop what is neither leased, being written nor pinned hard; returns how many."""
         return self._pool.clear()
+
+    def pin(self, entries: Entries, pin: Pin) -> None:
+        """Keep ready objects as ``pin`` says, also over restarts; others stay as they are."""
+        self._pool.pin(entries, int(pin))
+
+    def find(self, keys: Keys) -> Entries:
+        """Return the entries of those keys that are ready, valid until the loop's turn ends."""
+        rows = [self._pool.lease(keys[at : at + 1], use=False) for at in range(len(keys))]
+        entries: Entries = np.concatenate([*rows, np.empty(0, np.uint32)])
+        self._pool.release(entries)
+        return entries
+
+    def scan(self, first: int, count: int) -> Scan:
+        """Look at ``count`` places from ``first`` on; costs some 10 ns each."""
+        at, entries, keys, owners, groups, ages_s, sizes, pins = self._pool.scan(first, count)
+        at = -1 if at >= self._pool.stats().keys_max else at
+        return Scan(at, entries, keys.reshape(-1, 16), owners, groups, ages_s, sizes, pins)
+
+    def holdings(self) -> list[Holding]:
+        """Return every owner that has objects."""
+        return [
+            Holding(number, b"" if name == bytes(16) else name, objects, total_bytes)
+            for number, name, objects, total_bytes in self._pool.holdings()
+        ]
 
     def take_evicted(self) -> bytes:
         """Keys evicted since the last call, 16 bytes each, oldest first."""

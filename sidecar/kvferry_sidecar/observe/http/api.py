@@ -22,10 +22,12 @@ from kvferry_sidecar.observe.http.guard import fault
 from kvferry_sidecar.observe.http.window import UnavailableError, Window
 from kvferry_sidecar.outcomes.ledger import STAGES
 from kvferry_sidecar.outcomes.records import Record
+from kvferry_sidecar.stages.objects import Filter
 
 PREFIX = "/api/v1"
 listed_max = 500  # requests of one answer
 prefixes_listed_max = 100
+objects_listed_max = 1000
 tokens_max = 1 << 24
 slow_max = 50
 explained_max = 20  # admissions of one request that are told
@@ -48,6 +50,8 @@ class Api:
             "jobs": self.jobs,
             "leases": self.leases,
             "prefixes": self.prefixes,
+            "namespaces": self.namespaces,
+            "objects": self.objects,
             "groups": self.groups,
             "slow": self.slow,
             "requests": self.requests,
@@ -103,6 +107,17 @@ class Api:
             }
             for one in found
         ]
+
+    async def namespaces(self, _request: Request) -> object:
+        """What every namespace has in the pool, and its bounds."""
+        return await self._window.ask(lambda desk, _now_s: desk.namespaces())
+
+    async def objects(self, request: Request) -> object:
+        """Objects of one page of the pool: go on with ``first=next`` until that is null."""
+        most = _number(request, "limit", 100, objects_listed_max)
+        first = _number(request, "first", 0, (1 << 31) - 1, least=0)
+        wanted = _filter(request)
+        return await self._window.ask(lambda desk, _now_s: desk.objects(wanted, first, most))
 
     async def groups(self, request: Request) -> object:
         """The geometry of an engine, and which chunks a hit of ``tokens`` needs."""
@@ -253,11 +268,22 @@ def _after(events: Any, seen: object) -> Any:
     return events
 
 
-def _number(request: Request, name: str, default: int, most: int) -> int:
+def _number(request: Request, name: str, default: int, most: int, least: int = 1) -> int:
     text = request.query_params.get(name, str(default))
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise RequestError(f"{name}={text} is no number of 1 to {most}", f"give 1 to {most}")
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise RequestError(
+            f"{name}={text} is no number of {least} to {most}", f"give {least} to {most}"
+        )
     return int(text)
+
+
+def _filter(request: Request) -> Filter:
+    given = {k: v for k, v in request.query_params.items() if k not in ("first", "limit")}
+    try:
+        return msgspec.convert(given, Filter, strict=False)
+    except msgspec.ValidationError as error:
+        names = ", ".join(Filter.__struct_fields__)
+        raise RequestError(f"objects: {error}", f"give {names}, first or limit") from error
 
 
 async def _body(request: Request) -> bytes:

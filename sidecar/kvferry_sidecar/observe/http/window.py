@@ -11,6 +11,7 @@ from kvferry_sidecar.observe.mailbox import BusyError, Mailbox
 from kvferry_sidecar.observe.progress import WorkStatus
 from kvferry_sidecar.observe.reading import Reading
 from kvferry_sidecar.outcomes.records import Hot, Record
+from kvferry_sidecar.stages.objects import Filter, NamespaceView, ObjectsPage
 from kvferry_sidecar.stages.views import GroupView, JobView, LeaseView
 
 T = TypeVar("T")
@@ -37,6 +38,12 @@ class Desk(Protocol):
 
     def prefixes(self, count: int) -> list[Hot]:
         """Return the prefixes that hit most (loop's thread)."""
+
+    def namespaces(self) -> list[NamespaceView]:
+        """Return what every namespace has in the pool (loop's thread)."""
+
+    def objects(self, wanted: Filter, first: int, most: int) -> ObjectsPage:
+        """Return objects of one page of the pool (loop's thread)."""
 
     def act(self, name: str, body: bytes, now_s: float) -> dict[str, object]:
         """Carry out one action."""

@@ -1,0 +1,225 @@
+"""`kvferry objects`: what the pool holds, counted, listed, pinned and dropped."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+import click
+import msgspec
+
+from kvferry_sidecar.cli import options
+from kvferry_sidecar.cli.api import Api
+from kvferry_sidecar.errors import ExitCode, RequestError
+from kvferry_sidecar.settings import size_text
+
+_page_objects = 1000  # of one answer
+_keys_page = 1000  # keys of one action
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _age(text: str) -> int:
+    """Return seconds of a number with s, m, h or d behind it, or of a bare one."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    if not number.isdecimal():
+        raise click.BadParameter(f"{text!r} is no age: write 90, 30m, 12h or 7d")
+    return int(number) * _UNITS[unit]
+
+
+def _selecting(command: Command) -> Command:
+    """Give a command the options that say which objects."""
+    for add in (
+        click.option("--keys-file", type=click.Path(path_type=Path, exists=True),
+                     help="Only the objects of a list (one of `objects list`)."),
+        click.option("--pinned", type=click.Choice(["none", "soft", "hard"]),
+                     help="Only objects that are pinned so."),
+        click.option("--younger", type=_age, help="Stored less than this ago."),
+        click.option("--older", type=_age, help="Stored at least this ago: 90, 30m, 12h, 7d."),
+        click.option("--tenant", help="Only of this tenant's namespaces."),
+        click.option("--namespace", help="Its first hexadecimal digits."),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        options.setting_flags("run_dir"),
+        options.config_file,
+    ):  # fmt: skip
+        command = add(command)
+    return command
+
+
+@click.group()
+def objects() -> None:
+    """Count, list, pin and drop the objects of the pool, by namespace and age."""
+
+
+@objects.command()
+@options.config_file
+@options.setting_flags("run_dir")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def count(file: Path | None, assignments: tuple[str, ...], as_json: bool, **values: object) -> int:
+    """Say what every namespace has, and what each slower tier has in all."""
+    api = Api(options.load(file, values, assignments).config.run_dir)
+    found = {"namespaces": api.get("namespaces"), "tiers": api.get("tiers")["slower"]}
+    if as_json:
+        _print_json(found)
+        return ExitCode.OK
+    for one in found["namespaces"]:
+        quota = f" of {size_text(one['quota_bytes'])}" if one["quota_bytes"] else ""
+        who = " ".join(one[name] for name in ("tenant", "model", "engine") if one[name])
+        print(
+            f"{one['namespace'] or 'nobody':<32}  {one['objects']:>9,} objects  "
+            f"{size_text(one['total_bytes'])}{quota}  {who}"
+        )
+    for tier in found["tiers"]:
+        print(f"{tier['name']}: {tier['state']}, {tier['facts'].get('objects', '?')} objects")
+    return ExitCode.OK
+
+
+@objects.command("list")
+@_selecting
+@click.option("--limit", default=1000, type=click.IntRange(1), help="At most so many.")
+def list_objects(limit: int, as_json: bool, **given: Any) -> int:
+    """List objects: a line each of namespace, group, key, seconds since it was stored, bytes, pin.
+
+    With --json one object per line. Both are lists that `kvferry warm` and --keys-file read.
+    """
+    api, fits = _selected(given)
+    left = limit
+    for one in fits:
+        if one.pop("keys", None) is not None:
+            raise RequestError("a list cannot be listed", "leave --keys-file out")
+        first: int | None = 0
+        while first is not None and left > 0:
+            query = {**one, "first": first, "limit": min(left, _page_objects)}
+            page = api.get(f"objects?{urlencode(query)}")
+            for found in page["objects"]:
+                _print_object(found, as_json)
+            left -= len(page["objects"])
+            first = page["next"]
+    return ExitCode.OK
+
+
+@objects.command()
+@_selecting
+@click.option("--soft", is_flag=True, help="Evict them when nothing else can be; else never.")
+@click.option("--dry-run", is_flag=True, help="Only count them.")
+def pin(soft: bool, dry_run: bool, as_json: bool, **given: Any) -> int:
+    """Keep objects from eviction, also over restarts; at most limits.pinned_percent_max hard."""
+    return _pin("soft" if soft else "hard", dry_run, as_json, given)
+
+
+@objects.command()
+@_selecting
+@click.option("--dry-run", is_flag=True, help="Only count them.")
+def unpin(dry_run: bool, as_json: bool, **given: Any) -> int:
+    """Let pinned objects be evicted as all others."""
+    return _pin("none", dry_run, as_json, given)
+
+
+@objects.command()
+@_selecting
+@click.option("--tier", type=click.Choice(["host", "slower", "all"]), default="host")
+@click.option("--dry-run", is_flag=True, help="Only count them.")
+def drop(tier: str, dry_run: bool, as_json: bool, **given: Any) -> int:
+    """Forget objects: in the pool (host), in the tiers below it (slower), or in both (all).
+
+    Slower tiers are asked to forget the objects that the pool has and that fit, and every key of
+    --keys-file.
+    """
+    return _act("drop-objects", {"tiers": tier}, dry_run, as_json, given)
+
+
+def _pin(level: str, dry_run: bool, as_json: bool, given: dict[str, Any]) -> int:
+    return _act("pin-objects", {"pin": level}, dry_run, as_json, given)
+
+
+def _act(
+    action: str, how: dict[str, object], dry_run: bool, as_json: bool, given: dict[str, Any]
+) -> int:
+    """Carry an action out page by page, and print the sums."""
+    api, fits = _selected(given)
+    sums: Counter[str] = Counter(objects=0, bytes=0, refused=0)
+    for one in fits:
+        first: Any = 0
+        while first is not None:
+            did = api.act(action, fits=one, first=first, dry_run=dry_run, **how)
+            sums.update({name: int(str(did[name])) for name in sums})
+            first = did["next"]
+    if as_json:
+        _print_json({"action": action, "dry_run": dry_run, **sums})
+    else:
+        would = "would be " if dry_run else ""
+        print(f"{sums['objects']:,} objects, {size_text(sums['bytes'])}: {would}done")
+        if sums["refused"]:
+            print(f"{sums['refused']:,} more are over limits.pinned_percent_max")
+    return ExitCode.FAILED if sums["refused"] else ExitCode.OK
+
+
+def _selected(given: dict[str, Any]) -> tuple[Api, list[dict[str, Any]]]:
+    """Return the API and the filters whose objects are meant: one per namespace or part of a list.
+
+    Raises RequestError.
+    """
+    named = {"namespace", "tenant", "older", "younger", "pinned", "keys_file"}
+    values = {name: value for name, value in given.items() if name not in named}
+    file, assignments = values.pop("file"), values.pop("assignments")
+    api = Api(options.load(file, values, assignments).config.run_dir)
+    plain = {
+        "older_s": given["older"],
+        "younger_s": given["younger"],
+        "pin": given["pinned"],
+        "namespace": (given["namespace"] or "").lower(),
+    }
+    one = {name: value for name, value in plain.items() if value}
+    if given["tenant"]:
+        found = [n["namespace"] for n in api.get("namespaces") if n["tenant"] == given["tenant"]]
+        if not found:
+            raise RequestError(
+                f"tenant {given['tenant']!r} has no objects, or no engine of it was here yet",
+                "see `kvferry objects count`, and name its --namespace",
+            )
+        fits = [{**one, "namespace": name} for name in found]
+    else:
+        fits = [one]
+    if given["keys_file"]:
+        keys = [key for _, _, key in read_list(given["keys_file"])]
+        parts = [keys[at : at + _keys_page] for at in range(0, len(keys), _keys_page)]
+        fits = [{**filter_, "keys": part} for filter_ in fits for part in parts]
+    return api, fits
+
+
+def read_list(file: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield (namespace, group, key) of a list's lines. Raises RequestError with the line."""
+    with file.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            try:
+                if line.startswith("{"):
+                    found = msgspec.json.decode(line)
+                    yield found["namespace"], int(found["group"]), found["key"]
+                else:
+                    namespace, group, key, *_ = line.split()
+                    yield namespace, int(group), key
+            except (ValueError, KeyError, TypeError, msgspec.DecodeError) as error:
+                raise RequestError(
+                    f"{file}, line {number} is no object: {error!r}",
+                    "give a list that `kvferry objects list` has printed",
+                ) from error
+
+
+def _print_object(one: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(one).decode() + "\n")
+    else:
+        print(
+            f"{one['namespace']} {one['group']} {one['key']} {one['age_s']} {one['bytes']} "
+            f"{one['pin']}"
+        )
+
+
+def _print_json(value: object) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

@@ -1,0 +1,248 @@
+"""What the pool holds, for operators: counted by namespace, listed, pinned, dropped and expired.
+
+The pool is read in pages of ``scan_places_max`` places, one a turn: whoever wants all of it asks
+again from the place that the answer names. Between two pages objects come and go.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry_sidecar.sessions.admissions import Keys
+from kvferry_sidecar.stages.behind import split
+from kvferry_sidecar.stages.core import Core
+from kvferry_sidecar.stages.stores import StoreDesk
+from kvferry_sidecar.tiers.host import Entries, Pin, Scan
+from kvferry_sidecar.tiers.runner import CallResult, Drop
+
+expiry_step_s = 0.1  # between two pages that are looked at for objects past their time
+_Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,32}$")]
+_Key = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+PinName = Literal["none", "soft", "hard"]
+Tiers = Literal["host", "slower", "all"]
+_PINS: tuple[PinName, ...] = ("none", "soft", "hard")  # by Pin
+
+
+class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which objects; what is left out fits all. ``namespace``: its first digits or all of them."""
+
+    namespace: _Hex = ""
+    older_s: _Natural = 0
+    younger_s: _Natural = 0  # 0: any
+    pin: PinName | None = None
+    keys: Annotated[list[_Key], msgspec.Meta(max_length=1000)] = []
+
+
+class NamespaceView(msgspec.Struct, frozen=True):
+    """A namespace that has objects. Facts are known when an engine of it was here since the start.
+
+    ``quota_bytes`` and ``ttl_s``: 0 where there is none.
+    """
+
+    namespace: str
+    engine: str
+    tenant: str
+    model: str
+    objects: int
+    total_bytes: int
+    quota_bytes: int
+    ttl_s: int
+
+
+class ObjectView(msgspec.Struct, frozen=True):
+    """One object of the pool; ``bytes`` with what its slot rounds up to."""
+
+    key: str
+    namespace: str
+    group: int
+    age_s: int
+    bytes: int
+    pin: PinName
+
+
+class ObjectsPage(msgspec.Struct, frozen=True):
+    """Objects of one page; ``next``: the place to go on with, None at the end."""
+
+    objects: list[ObjectView]
+    next: int | None
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """What an action did on one page. ``refused``: objects over ``pinned_percent_max``."""
+
+    objects: int
+    bytes: int
+    refused: int
+    next: int | None
+
+
+class Objects:
+    """Owned by the control loop."""
+
+    def __init__(self, core: Core, desk: StoreDesk) -> None:
+        self._core = core
+        self._desk = desk
+        self._expire_at_s = 0.0
+        self._expire_from = 0
+        self.expired = 0
+
+    # --- questions ----------------------------------------------------------------------------
+
+    def namespaces(self) -> list[NamespaceView]:
+        """Return what every namespace has, most bytes first."""
+        found = []
+        for held in self._core.pool.holdings():
+            known = self._core.journal.namespaces.find(held.namespace)
+            facts = known.identity if known is not None else {}
+            bounds = self._core.bounds_of(held.namespace)
+            found.append(
+                NamespaceView(
+                    held.namespace.hex(),
+                    known.engine if known is not None else "",
+                    facts.get("tenant", ""),
+                    facts.get("model", ""),
+                    held.objects,
+                    held.total_bytes,
+                    bounds.quota_bytes,
+                    bounds.ttl_s,
+                )
+            )
+        return sorted(found, key=lambda one: -one.total_bytes)
+
+    def page(self, wanted: Filter, first: int, most: int) -> ObjectsPage:
+        """Return up to ``most`` objects of the page that begins at place ``first``."""
+        names = {held.number: held.namespace.hex() for held in self._core.pool.holdings()}
+        scan = self._scan(first)
+        rows = self._rows(scan, wanted)
+        next_place = scan.next if scan.next >= 0 else None
+        if len(rows) > most:
+            rows = rows[:most]
+            next_place = int(scan.entries[rows[-1]]) + 1
+        views = [
+            ObjectView(
+                scan.keys[row].tobytes().hex(),
+                names.get(int(scan.owners[row]), ""),
+                int(scan.groups[row]),
+                int(scan.ages_s[row]),
+                int(scan.bytes[row]),
+                _PINS[scan.pins[row]],
+            )
+            for row in rows.tolist()
+        ]
+        return ObjectsPage(views, next_place)
+
+    # --- actions ------------------------------------------------------------------------------
+
+    def pin(self, wanted: Filter, pin: PinName, first: int, *, dry_run: bool) -> Changed:
+        """Pin what fits on one page. Hard pins stay within ``pinned_percent_max`` of the pool."""
+        scan = self._scan(first)
+        level = Pin(_PINS.index(pin))
+        rows = self._rows(scan, wanted)
+        rows = rows[scan.pins[rows] != level]
+        refused = 0
+        if level is Pin.HARD:
+            stats = self._core.pool.stats()
+            most = stats.total_bytes * self._core.limits.pinned_percent_max // 100
+            room = np.cumsum(scan.bytes[rows]) <= max(0, most - stats.pinned_hard_bytes)
+            refused = int(len(rows) - room.sum())
+            rows = rows[room]
+        if not dry_run and len(rows):
+            self._core.pool.pin(scan.entries[rows], level)
+        return _changed(scan, rows, refused)
+
+    def drop(
+        self, wanted: Filter, tiers: Tiers, first: int, now_s: float, *, dry_run: bool
+    ) -> Changed:
+        """Forget what fits on one page: in the pool, in the slower tiers, or in both.
+
+        Explicit keys are forgotten by slower tiers whether the pool has them or not.
+        """
+        scan = self._scan(first)
+        rows = self._rows(scan, wanted)
+        if not dry_run:
+            if tiers != "host":
+                named = wanted.keys if first == 0 else ()
+                keys = [bytes.fromhex(key) for key in named] or split(scan.keys[rows])
+                self._drop_below(keys, now_s)
+            if tiers != "slower":
+                self._drop(scan.entries[rows], scan.keys[rows])
+        return _changed(scan, rows, 0)
+
+    def tick(self, now_s: float) -> float:
+        """Drop what is older than its namespace allows; returns seconds until wanted again."""
+        if not any(rule.ttl_s for rule in self._core.rules):
+            return math.inf
+        if now_s >= self._expire_at_s:
+            self._expire_at_s = now_s + expiry_step_s
+            self._expire(now_s)
+        return self._expire_at_s - now_s
+
+    def _expire(self, now_s: float) -> None:
+        ttl_of = {
+            held.number: self._core.bounds_of(held.namespace).ttl_s
+            for held in self._core.pool.holdings()
+        }
+        if not any(ttl_of.values()):
+            return
+        scan = self._scan(self._expire_from)
+        self._expire_from = max(scan.next, 0)
+        ttls = np.zeros(max(ttl_of) + 1, np.int64)
+        for number, ttl_s in ttl_of.items():
+            ttls[number] = ttl_s
+        of_each = ttls[scan.owners]
+        late = (of_each > 0) & (scan.ages_s >= of_each) & (scan.pins != Pin.HARD)
+        if late.any():
+            self.expired += int(late.sum())
+            self._drop_below(split(scan.keys[late]), now_s)
+            self._drop(scan.entries[late], scan.keys[late])
+
+    # --- parts --------------------------------------------------------------------------------
+
+    def _scan(self, first: int) -> Scan:
+        return self._core.pool.scan(first, self._core.limits.scan_places_max)
+
+    def _rows(self, scan: Scan, wanted: Filter) -> NDArray[np.int64]:
+        fits = np.ones(len(scan.entries), np.bool_)
+        if wanted.namespace:
+            numbers = [
+                held.number
+                for held in self._core.pool.holdings()
+                if held.namespace.hex().startswith(wanted.namespace)
+            ]
+            fits &= np.isin(scan.owners, np.array(numbers, np.uint32))
+        if wanted.older_s:
+            fits &= scan.ages_s >= wanted.older_s
+        if wanted.younger_s:
+            fits &= scan.ages_s < wanted.younger_s
+        if wanted.pin is not None:
+            fits &= scan.pins == _PINS.index(wanted.pin)
+        if wanted.keys:
+            names = {bytes.fromhex(key) for key in wanted.keys}
+            fits &= np.array([key in names for key in split(scan.keys)], np.bool_)
+        return np.flatnonzero(fits)
+
+    def _drop(self, entries: Entries, keys: Keys) -> None:
+        if len(entries):
+            self._core.pool.doom(np.ascontiguousarray(entries))
+            self._core.announcer.left(keys.tobytes())
+
+    def _drop_below(self, keys: list[bytes], now_s: float) -> None:
+        """Have the slower tiers forget these keys; one that cannot be called keeps them."""
+
+        def done(_result: CallResult, _now_s: float) -> None:
+            """Nobody waits for it."""
+
+        for tier in self._desk.tiers if keys else ():
+            if tier.on:
+                self._desk.send(tier, Drop(tuple(keys)), now_s, done)
+
+
+def _changed(scan: Scan, rows: NDArray[np.int64], refused: int) -> Changed:
+    next_place = scan.next if scan.next >= 0 else None
+    return Changed(len(rows), int(scan.bytes[rows].sum()), refused, next_place)
