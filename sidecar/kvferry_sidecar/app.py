@@ -356,7 +356,9 @@ class App:
             self._drain_until_s = now_s + self._config.limits.drain_ms_max / 1000 + drain_grace_s
             self._pipeline.drain(now_s)
             total = self._pipeline.left()
-            self._progress.begin("drain", "left", countdown(total, self._pipeline.left))
+            self._progress.begin(
+                "drain", "jobs, leases and writes", countdown(total, self._pipeline.left)
+            )
 
     def _socket_tick(self, now_s: float) -> float:
         """End where nobody can reach us any more: whoever supervises us starts a new one."""

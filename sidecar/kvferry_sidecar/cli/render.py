@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry_sidecar.config import Loaded
+from kvferry_sidecar.observe.progress import WorkStatus
 from kvferry_sidecar.observe.status import Document, HalfStatus, PoolStatus, SessionStatus
 from kvferry_sidecar.settings import size_text
 
@@ -33,6 +34,7 @@ def status(document: Document, *, everything: bool = False) -> RenderableType:
             f"{len(document.sessions)} session(s)"
         ),
         *(Text(f"degraded: {text}", style="yellow") for text in document.degraded.values()),
+        *(Text(_work(work), style="bold") for work in document.progress),
     ]
     if document.sessions_left_out:
         parts.append(Text(f"{document.sessions_left_out} sessions left out: too many to show"))
@@ -48,6 +50,14 @@ def status(document: Document, *, everything: bool = False) -> RenderableType:
     if isinstance(document.loop, Mapping) and everything:
         parts.append(_tree("loop", document.loop))
     return Group(*parts)
+
+
+def _work(work: WorkStatus) -> str:
+    is_bytes = work.unit == "bytes"
+    done, total = (size_text(n) if is_bytes else f"{n:,}" for n in (work.done, work.total))
+    left = "" if work.left_s is None else f", about {duration(work.left_s)} to go"
+    unit = "" if is_bytes else f" {work.unit}"
+    return f"{work.name}: {done} of {total}{unit} in {duration(work.seconds)}{left}"
 
 
 def settings(loaded: Loaded) -> RenderableType:

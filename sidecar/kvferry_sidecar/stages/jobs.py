@@ -319,7 +319,9 @@ class Jobs:
 
     def _refuse(self, peer: Peer, job: Job, decline: Decline, now_s: float) -> None:
         """A refused submit gets its outcome too, remembered until acknowledged."""
-        self._core.log.warning(
+        # While saves are paused each one is refused: the operator knows, and the count says so.
+        tell = self._core.log.debug if decline.reason is Reason.PAUSED else self._core.log.warning
+        tell(
             "submit refused",
             reason=str(decline.reason),
             detail=decline.detail,

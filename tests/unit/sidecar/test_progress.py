@@ -138,7 +138,7 @@ def test_actions_are_planned_done_and_told(sidecar, engine, capsys):
     wait_until(lambda: not sidecar.status()["progress"], "nothing is under way")
 
 
-def test_a_drain_says_what_it_waits_for(sidecar, engine):
+def test_a_drain_says_what_it_waits_for(sidecar, engine, capsys):
     """A lease that the engine neither loads nor releases holds a drain up until its bound."""
     engine.put("held")
     engine.lease("held", 3)
@@ -146,6 +146,13 @@ def test_a_drain_says_what_it_waits_for(sidecar, engine):
     assert http.post("/api/v1/actions/drain").json()["leases"] == 1
     (work,) = wait_until(lambda: sidecar.status()["progress"], "the drain is told")
     assert work["name"] == "drain"
+    assert main(["status", "--run-dir", str(sidecar.run_dir)]) == 0
+    assert (
+        f"drain: {work['done']} of {work['total']} jobs, leases and writes in "
+        in capsys.readouterr().out
+    )
     assert 1 <= work["total"] - work["done"] <= work["total"]
     engine.scheduler.leave()
-    assert sidecar.process.stop() == 0
+    process = sidecar.process.process
+    wait_until(lambda: process.poll() is not None, "it has ended")
+    assert process.returncode == 0
