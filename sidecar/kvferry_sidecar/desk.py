@@ -32,6 +32,7 @@ from kvferry_sidecar.stages.objects import Changed, Filter, NamespaceView, Objec
 from kvferry_sidecar.stages.objects import Tiers as WhichTiers
 from kvferry_sidecar.stages.snapshot import PipelineSnapshot
 from kvferry_sidecar.stages.views import GroupView, JobView, LeaseView
+from kvferry_sidecar.stages.warm import Wanted, WarmReading
 from kvferry_sidecar.tiers.host import HostTier
 from kvferry_sidecar.transport import Transport
 
@@ -48,6 +49,7 @@ class Parts:
     transport: Transport
 
 
+_Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 _Place = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
 
@@ -90,6 +92,13 @@ class DropObjects(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bring these objects from slower tiers into the pool: (namespace, group, key) in hex."""
+
+    objects: Annotated[list[tuple[_Hex32, _Place, _Hex32]], msgspec.Meta(max_length=1000)]
+    dry_run: bool = False
+
+
 class Plain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An action without parameters."""
 
@@ -108,6 +117,7 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "flush": Plain,
     "pin-objects": PinObjects,
     "drop-objects": DropObjects,
+    "warm": Warm,
 }
 SAVES = "saves"  # degraded while an operator has paused them
 
@@ -194,6 +204,10 @@ class Desk:
         """Return what every namespace has in the pool."""
         return self._parts.pipeline.objects.namespaces()
 
+    def warming(self) -> WarmReading:
+        """Return how `kvferry warm` goes."""
+        return self._parts.pipeline.warmer.reading()
+
     def objects(self, wanted: Filter, first: int, most: int) -> ObjectsPage:
         """Return objects of one page of the pool."""
         return self._parts.pipeline.objects.page(wanted, first, most)
@@ -224,6 +238,8 @@ class Desk:
         if isinstance(wanted, ReleaseStale):
             dropped = parts.pipeline.drop_stale_leases(wanted.idle_s, now_s, count_only=dry_run)
             return {"leases": dropped}
+        if isinstance(wanted, Warm):
+            return self._warm(wanted, now_s)
         if isinstance(wanted, PinObjects | DropObjects):
             return msgspec.structs.asdict(self._change(wanted, now_s))
         if isinstance(wanted, Faults):
@@ -264,6 +280,17 @@ class Desk:
         if total and not dry_run:
             self._progress.begin("write-behind", "objects", countdown(total, pipeline.backlog))
         return {"waiting": waiting}
+
+    def _warm(self, wanted: Warm, now_s: float) -> dict[str, object]:
+        warmer = self._parts.pipeline.warmer
+        objects = [
+            Wanted(bytes.fromhex(namespace), group, bytes.fromhex(key))
+            for namespace, group, key in wanted.objects
+        ]
+        taken = warmer.add(objects, now_s, dry_run=wanted.dry_run)
+        if not wanted.dry_run and warmer.waiting():
+            self._progress.begin("warm", "objects", countdown(warmer.waiting(), warmer.waiting))
+        return msgspec.structs.asdict(taken)
 
     def _change(self, wanted: PinObjects | DropObjects, now_s: float) -> Changed:
         objects, dry_run = self._parts.pipeline.objects, wanted.dry_run

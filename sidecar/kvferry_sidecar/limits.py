@@ -43,6 +43,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # What operators ask of the pool's objects.
     scan_places_max: int = 16_384  # places of the index looked at in one turn of the loop
     pinned_percent_max: int = 50  # of the pool that may be pinned hard
+    warm_objects_max: int = 65_536  # that wait to be brought into the pool by `kvferry warm`
 
     # Jobs and outcomes.
     jobs_max: int = 4_096  # jobs in flight per session

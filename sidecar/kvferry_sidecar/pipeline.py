@@ -70,6 +70,7 @@ from kvferry_sidecar.stages.views import (
     job_views,
     lease_views,
 )
+from kvferry_sidecar.stages.warm import Warmer
 from kvferry_sidecar.tiers.host import HostTier
 
 __all__ = ["Pipeline", "PipelineSnapshot"]
@@ -130,6 +131,7 @@ class Pipeline:
             rules=rules,
         )
         self.objects = Objects(self._core, self._stores)
+        self.warmer = Warmer(self._core, self._stores)
         self._probes = Probes(self._core, self._stores)
         self._jobs = Jobs(self._core)
         self._sweep_at_s = 0.0
@@ -221,12 +223,12 @@ class Pipeline:
 
     def on_tick(self, now_s: float) -> float:
         """Read fences, and now and then the deadlines; returns seconds until wanted again."""
-        others_s = min(self._tiers_tick(now_s), self.objects.tick(now_s))
-        return min(self._jobs_tick(now_s), others_s)
+        return min(self._jobs_tick(now_s), self._tiers_tick(now_s), self.objects.tick(now_s))
 
     def _tiers_tick(self, now_s: float) -> float:
         staging_s = self._probes.staging.tick(now_s)
         self._core.behind.pump(now_s)
+        self.warmer.pump(now_s)
         stores_s = self._stores.tick(now_s)
         return stores_s if staging_s is None else min(staging_s, stores_s)
 

@@ -14,7 +14,7 @@ from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry_sidecar import config
 from kvferry_sidecar.cli import operate, options, pages, query
 from kvferry_sidecar.cli.geometry import geometry
-from kvferry_sidecar.cli.objects import objects
+from kvferry_sidecar.cli.objects import objects, warm
 from kvferry_sidecar.errors import ExitCode, KvferryError
 
 
@@ -83,6 +83,7 @@ def status(
 
 kvferry.add_command(geometry)
 kvferry.add_command(objects)
+kvferry.add_command(warm)
 kvferry.add_command(operate.explain)
 kvferry.add_command(operate.act)
 kvferry.add_command(operate.top)

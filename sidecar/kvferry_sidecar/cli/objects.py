@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from kvferry_sidecar.settings import size_text
 
 _page_objects = 1000  # of one answer
 _keys_page = 1000  # keys of one action
+_warm_page = 500  # objects of one action: its body is bounded
+_progress_s = 0.2
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -130,6 +133,60 @@ def drop(tier: str, dry_run: bool, as_json: bool, **given: Any) -> int:
     --keys-file.
     """
     return _act("drop-objects", {"tiers": tier}, dry_run, as_json, given)
+
+
+@click.command()
+@options.config_file
+@options.setting_flags("run_dir")
+@click.option("--dry-run", is_flag=True, help="Only say what would be looked for.")
+@click.argument("objects_file", metavar="FILE", type=click.Path(path_type=Path, exists=True))
+def warm(
+    file: Path | None,
+    assignments: tuple[str, ...],
+    dry_run: bool,
+    objects_file: Path,
+    **values: object,
+) -> int:
+    """Bring the objects of FILE from slower tiers into the pool, and wait until it is done.
+
+    FILE is a list of `kvferry objects list`, fetched in its order. An engine of each namespace has
+    to have been here since the sidecar's start.
+    """
+    api = Api(options.load(file, values, assignments).config.run_dir)
+    before: dict[str, int] = api.get("warm")["counts"]
+    rows = list(read_list(objects_file))
+    sums: Counter[str] = Counter(taken=0, there=0, unknown=0)
+    while sums["taken"] < len(rows):
+        part = rows[sums["taken"] : sums["taken"] + _warm_page]
+        did = api.act("warm", objects=part, dry_run=dry_run)
+        sums.update({name: int(str(did[name])) for name in sums})
+        if not did["taken"]:
+            if dry_run:
+                break
+            _tell_progress(api)
+    looked_for = sums["taken"] - sums["there"] - sums["unknown"]
+    told = f"{len(rows):,} objects: {sums['there']:,} are in the pool"
+    if sums["unknown"]:
+        told += f", {sums['unknown']:,} are of namespaces that no engine has registered"
+    if dry_run:
+        print(f"{told}, {looked_for:,} would be looked for")
+        return ExitCode.OK
+    while _tell_progress(api):
+        pass
+    now: dict[str, int] = api.get("warm")["counts"]
+    ended = {name: now[name] - before.get(name, 0) for name in sorted(now)}
+    print(told, *(f"{count:,} {name}" for name, count in ended.items() if count), sep=", ")
+    return ExitCode.FAILED if sums["unknown"] or ended.get("failed") else ExitCode.OK
+
+
+def _tell_progress(api: Api) -> int:
+    """Say how many objects wait, a few times a second; returns that number."""
+    waiting = int(api.get("warm")["waiting"])
+    if waiting:
+        if sys.stderr.isatty():
+            print(f"\r{waiting:,} objects wait ", end="", file=sys.stderr, flush=True)
+        time.sleep(_progress_s)
+    return waiting
 
 
 def _pin(level: str, dry_run: bool, as_json: bool, given: dict[str, Any]) -> int:

@@ -23,9 +23,8 @@ from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.extents import rank_extents
 from kvferry_sidecar.stages.hits import keys_of, stored_hit
-from kvferry_sidecar.stages.looks import form_of
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
-from kvferry_sidecar.stages.shape import GroupShape, SessionShape
+from kvferry_sidecar.stages.shape import GroupShape, SessionShape, form_of
 
 _NO_KEYS: Keys = np.empty((0, KEY_BYTES), np.uint8)
 

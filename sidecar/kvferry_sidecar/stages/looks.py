@@ -20,13 +20,11 @@ from numpy.typing import NDArray
 from kvferry_sidecar.masks.objects import wanted_objects
 from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.masks.search import find_hit
-from kvferry_sidecar.plan.shards import StripeShape
 from kvferry_sidecar.sessions.admissions import Admission
 from kvferry_sidecar.sessions.leases import LeaseKey
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
 from kvferry_sidecar.tiers.host import HostTier
-from kvferry_sidecar.tiers.store import Form
 
 _NOWHERE = -1
 _SOURCES = ("host", "disk", "external")  # by the value of ``came``: the slowest one counts
@@ -95,14 +93,6 @@ def new_look(
         [np.full(len(keys), _NOWHERE, np.int8) for keys in admission.keys],
         [np.zeros(len(keys), np.int8) for keys in admission.keys],
     )
-
-
-def form_of(stripe: StripeShape) -> Form:
-    """Return the form of a group's objects: each distinct shard once, in their order."""
-    pairs = zip(stripe.shards, stripe.offsets, strict=True)
-    starts = [at for _, at in sorted({(n, at) for n, at in pairs if n is not None})]
-    ends = (*starts[1:], stripe.payload_bytes)
-    return Form(tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
 def missing(look: Look, pool: HostTier) -> list[NDArray[np.int64]]:

@@ -9,6 +9,7 @@ from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.plan.shards import StripeShape, stripe_shape
 from kvferry_sidecar.sessions.model import RankGroup, Session
 from kvferry_sidecar.sessions.rules import rules_of
+from kvferry_sidecar.tiers.store import Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,14 @@ class SessionShape:
     def whole(self) -> tuple[int, ...]:
         """Places among the stored groups of those whose every unit a hit needs."""
         return self._whole
+
+
+def form_of(stripe: StripeShape) -> Form:
+    """Return the form of a group's objects: each distinct shard once, in their order."""
+    pairs = zip(stripe.shards, stripe.offsets, strict=True)
+    starts = [at for _, at in sorted({(n, at) for n, at in pairs if n is not None})]
+    ends = (*starts[1:], stripe.payload_bytes)
+    return Form(tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 
 def session_shape(session: Session) -> SessionShape | None:

@@ -27,8 +27,8 @@ from kvferry_sidecar.stages import looks
 from kvferry_sidecar.stages.behind import items_of, split
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.looks import Chunk, Look
-from kvferry_sidecar.stages.shape import SessionShape
-from kvferry_sidecar.stages.stores import StoreDesk, Tier
+from kvferry_sidecar.stages.shape import SessionShape, form_of
+from kvferry_sidecar.stages.stores import StoreDesk, Tier, publish
 from kvferry_sidecar.tiers.host import NOBODY
 from kvferry_sidecar.tiers.runner import CallResult, Find, Get
 from kvferry_sidecar.tiers.store import Form, Item
@@ -256,7 +256,7 @@ class Staging:
             chunks = [at.chunk for at in batch if at.group == index]
             if not chunks:
                 continue
-            form = looks.form_of(group.stripe)
+            form = form_of(group.stripe)
             keys = np.ascontiguousarray(look.admission.keys[index][chunks])
             try:
                 stripe = group.stripe
@@ -298,8 +298,7 @@ class Staging:
         for part in parts:
             of_part = crcs[at : at + len(part.entries)]
             at += len(of_part)
-            good = np.array([one is not None for one in of_part], np.bool_)
-            self._publish(part, good, [one for one in of_part if one is not None])
+            good = publish(self._core.pool, part.entries, of_part)
             self._core.residence.entered(part.keys[good], now_s)
             tier.counts["get_objects"] += int(good.sum())
             tier.counts["get_bytes"] += int(good.sum()) * part.form.payload_bytes
@@ -314,16 +313,6 @@ class Staging:
         for one in [*woken.values(), *self._asked.values()]:
             if not one.gone:
                 self._advance(one, now_s)
-
-    def _publish(self, part: _Part, good: NDArray[np.bool_], crcs: list[tuple[int, ...]]) -> None:
-        pool, entries = self._core.pool, part.entries[good]
-        if len(entries):
-            table = np.array(crcs, np.uint32)
-            for shard in range(table.shape[1]):
-                pool.set_crcs(entries, shard, np.ascontiguousarray(table[:, shard]))
-            pool.commit(entries)
-        if not good.all():
-            pool.abort(part.entries[~good])
 
     def _wake(
         self,

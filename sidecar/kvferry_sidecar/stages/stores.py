@@ -16,11 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.slow_tiers import Policy
 from kvferry_sidecar.stages.logs import Log
-from kvferry_sidecar.tiers.runner import Call, CallResult, Find, Get, SlowTier
+from kvferry_sidecar.tiers.host import Entries, HostTier
+from kvferry_sidecar.tiers.runner import Call, CallResult, Crcs, Find, Get, SlowTier
 
 # Keys that nobody stores, several of them: a store of many servers may lack one for a while.
 _TRIAL = Find((tuple(bytes([number]) * 16 for number in range(8)),), stop=False)
@@ -212,6 +215,22 @@ class StoreDesk:
         tier.state, tier.reason = state, reason
         if state is not TierState.ON and tier.runner is not None:
             tier.runner.take_back()
+
+
+def publish(pool: HostTier, entries: Entries, crcs: Sequence[Crcs | None]) -> NDArray[np.bool_]:
+    """Commit the reserved entries (n,) whose bytes verified, give the other slots back.
+
+    ``crcs``: of each entry's shards, None where nothing came. Returns which are committed.
+    """
+    good = np.array([one is not None for one in crcs], np.bool_)
+    if good.any():
+        table = np.array([one for one in crcs if one is not None], np.uint32)
+        for shard in range(table.shape[1]):
+            pool.set_crcs(entries[good], shard, np.ascontiguousarray(table[:, shard]))
+        pool.commit(entries[good])
+    if not good.all():
+        pool.abort(entries[~good])
+    return good
 
 
 def moved_bytes(call: Get, result: CallResult) -> int:

@@ -15,8 +15,9 @@ from kvferry_sidecar.outcomes.records import Why
 from kvferry_sidecar.plan.chunk_keys import new_keys
 from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.sessions.model import Session
-from kvferry_sidecar.stages.shape import SessionShape
+from kvferry_sidecar.stages.shape import SessionShape, form_of
 from kvferry_sidecar.tiers.host import Absence, HostTier
+from kvferry_sidecar.tiers.store import Form
 
 namespaces_max = 128  # remembered, as many as the pool tells apart
 namespaces_asked_max = 32  # looked at after a miss of the whole prompt, the newest first
@@ -33,6 +34,7 @@ class NamespaceFacts:
     identity: Mapping[str, str]
     group: int
     hashes_per_unit: int
+    forms: Mapping[int, Form]  # of the objects of each stored group
 
 
 class Namespaces:
@@ -50,7 +52,11 @@ class Namespaces:
             return
         self._known.pop(digest, None)
         self._known[digest] = NamespaceFacts(
-            "/".join(session.key), geometry.identity, stored[0].group, stored[0].hashes_per_unit
+            "/".join(session.key),
+            geometry.identity,
+            stored[0].group,
+            stored[0].hashes_per_unit,
+            {group.group: form_of(group.stripe) for group in stored},
         )
         if len(self._known) > namespaces_max:
             del self._known[next(iter(self._known))]

@@ -6,7 +6,7 @@ import pytest
 from kvferry_connector.wire.hot import Answer, Ask, Hint, OutcomeAck, Release
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.plan.shards import stripe_shape
-from kvferry_sidecar.stages.looks import form_of
+from kvferry_sidecar.stages.shape import form_of
 from kvferry_sidecar.tiers.runner import Find, Get
 from support.pipeline_bed import BLOCK, Bed, make_engine, value_of
 

@@ -52,6 +52,7 @@ class Api:
             "prefixes": self.prefixes,
             "namespaces": self.namespaces,
             "objects": self.objects,
+            "warm": self.warming,
             "groups": self.groups,
             "slow": self.slow,
             "requests": self.requests,
@@ -111,6 +112,10 @@ class Api:
     async def namespaces(self, _request: Request) -> object:
         """What every namespace has in the pool, and its bounds."""
         return await self._window.ask(lambda desk, _now_s: desk.namespaces())
+
+    async def warming(self, _request: Request) -> object:
+        """How `kvferry warm` goes."""
+        return await self._window.ask(lambda desk, _now_s: desk.warming())
 
     async def objects(self, request: Request) -> object:
         """Objects of one page of the pool: go on with ``first=next`` until that is null."""

@@ -13,6 +13,7 @@ from kvferry_sidecar.observe.reading import Reading
 from kvferry_sidecar.outcomes.records import Hot, Record
 from kvferry_sidecar.stages.objects import Filter, NamespaceView, ObjectsPage
 from kvferry_sidecar.stages.views import GroupView, JobView, LeaseView
+from kvferry_sidecar.stages.warm import WarmReading
 
 T = TypeVar("T")
 answer_s_max = 2.0  # how long a question may take
@@ -41,6 +42,9 @@ class Desk(Protocol):
 
     def namespaces(self) -> list[NamespaceView]:
         """Return what every namespace has in the pool (loop's thread)."""
+
+    def warming(self) -> WarmReading:
+        """Return how `kvferry warm` goes (loop's thread)."""
 
     def objects(self, wanted: Filter, first: int, most: int) -> ObjectsPage:
         """Return objects of one page of the pool (loop's thread)."""

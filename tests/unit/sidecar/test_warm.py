@@ -1,0 +1,129 @@
+"""Warming: listed objects come from slower tiers into the pool, bounded, tier by tier."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kvferry_sidecar.cli import main
+from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.stages.objects import Filter
+from kvferry_sidecar.stages.warm import Wanted
+from kvferry_sidecar.tiers.runner import Find, Get
+from support.client_half import client_engine
+from support.pipeline_bed import Bed, make_engine
+from support.sidecar import running_sidecar, set_flags
+from support.slow_tiers import wait_stored
+
+
+def only_below(bed: Bed, engine: object, chunks: int) -> list[Wanted]:
+    """Store a prompt, have it written on, and clear the pool; return its objects."""
+    bed.pipeline.on_session_ready(engine.session, bed.now_s)
+    bed.probe(engine, 1, 0, 1)
+    bed.run_stores()
+    bed.stored(engine, 1, chunks)
+    bed.pipeline.on_tick(bed.now_s)
+    bed.run_stores()
+    found = bed.pipeline.objects.page(Filter(), 0, 1000).objects
+    assert len(found) == chunks
+    bed.pipeline.clear_pool()
+    return [
+        Wanted(bytes.fromhex(one.namespace), one.group, bytes.fromhex(one.key)) for one in found
+    ]
+
+
+def test_each_object_comes_from_the_first_tier_that_has_it() -> None:
+    bed = Bed(sources=("disk", "external"))
+    wanted = only_below(bed, make_engine(), 10)
+    disk, external = bed.slow
+    for one in wanted[3:]:
+        del disk.stored[one.key]
+    for one in wanted[8:]:
+        del external.stored[one.key]
+    dry = bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=True)
+    assert (dry.taken, dry.there, dry.unknown) == (10, 0, 0)
+    assert bed.pipeline.warmer.waiting() == 0
+    bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=False)
+    while bed.pipeline.warmer.waiting():
+        assert sum(len(slow.open) for slow in bed.slow) == 1, "one call at a time"
+        bed.run_stores()
+    assert dict(+bed.pipeline.warmer.counts) == {"fetched": 8, "absent": 2}
+    assert bed.pool.stats().ready == 8
+    assert all(one.key in disk.stored for one in wanted[:8]), "written on to the disk"
+    again = bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=True)
+    assert (again.taken, again.there) == (10, 8)
+    bed.assert_clean()
+
+
+def test_a_list_is_bounded_and_of_known_namespaces() -> None:
+    bed = Bed(sources=("disk",), limits=Limits(warm_objects_max=6))
+    wanted = only_below(bed, make_engine(), 10)
+    strange = Wanted(b"?" * 16, 0, b"k" * 16)
+    taken = bed.pipeline.warmer.add([strange, *wanted], bed.now_s, dry_run=False)
+    assert (taken.taken, taken.unknown) == (6, 1)
+    assert bed.pipeline.warmer.add(wanted[5:], bed.now_s, dry_run=False).taken == 1
+    bed.run_stores()
+    assert bed.pipeline.warmer.add(wanted[6:], bed.now_s, dry_run=False).taken == 4
+    bed.run_stores()
+    assert bed.pipeline.warmer.counts["fetched"] == 10
+    bed.assert_clean()
+
+
+def test_a_tier_that_fails_and_a_drain_end_it() -> None:
+    bed = Bed(sources=("disk",))
+    wanted = only_below(bed, make_engine(), 10)
+    bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=False)
+    (find,) = bed.slow[0].of_kind(Find)
+    bed.slow[0].finish(find)
+    bed.pipeline.on_stores(bed.now_s)
+    (get,) = bed.slow[0].of_kind(Get)
+    bed.slow[0].finish(get, error="it broke")
+    bed.pipeline.on_stores(bed.now_s)
+    assert bed.pipeline.warmer.waiting() == 0
+    assert dict(+bed.pipeline.warmer.counts) == {"failed": 4, "absent": 6}
+    bed.pipeline.drain(bed.now_s)
+    assert bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=False).taken == 0
+    assert bed.pool.stats().writing == 0
+
+
+@pytest.fixture
+def told(capsys):
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([str(one) for one in arguments])
+        found = capsys.readouterr()
+        return code, found.out + found.err
+
+    return run
+
+
+def test_a_list_of_one_pool_warms_the_next(told, tmp_path) -> None:
+    settings = {
+        "tiers.disk.paths": tmp_path,
+        "tiers.disk.bytes": "64MiB",
+        "tiers.disk.free_bytes_min": 0,
+    }
+    with (
+        running_sidecar(pool_bytes=8 << 20, flags=set_flags(settings)) as sidecar,
+        client_engine(sidecar.run_dir) as engine,
+    ):
+        place = ("--run-dir", sidecar.run_dir)
+        engine.put("one")
+        engine.put("two")
+        wait_stored(sidecar, 6)
+        listed = told("objects", "list", "--json", *place)[1]
+        file = tmp_path / "list"
+        file.write_text(listed)
+        assert told("act", "clear-pool", *place)[0] == 0
+        assert "6 would be looked for" in told("warm", file, "--dry-run", *place)[1]
+        code, text = told("warm", file, *place)
+        assert (code, "6 fetched" in text) == (0, True), text
+        assert len(told("objects", "list", *place)[1].splitlines()) == 6
+        admission, answer = engine.lease("one", 3)
+        assert answer.sources.get("host") == 48
+        assert engine.ended(engine.submit(engine.load_job(admission, (7, 8, 9)))).status == "done"
+        assert engine.holds("one", (7, 8, 9))
+        stranger = json.loads(listed.splitlines()[0]) | {"namespace": "ab" * 16}
+        file.write_text(json.dumps(stranger) + "\n")
+        code, text = told("warm", file, *place)
+        assert (code, "no engine has registered" in text) == (1, True)
