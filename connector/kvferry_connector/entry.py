@@ -319,10 +319,13 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         except Exception as error:  # noqa: BLE001 - as in _guarded
             self._caught("update_connector_output", error)
 
-    @_guarded(lambda _self: ())
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return KV events of the store, for an engine that publishes them."""
-        return self._scheduler.take_events()
+        try:
+            return self._scheduler.take_events()
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            self._caught("take_events", error)
+            return ()
 
     # --- both --------------------------------------------------------------------------------
 

@@ -42,11 +42,8 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not followe
 
     def take(self) -> FerryStats | None:
         """Return what was counted and start anew; None (no object made) when nothing was."""
-        if not self.data:
-            return None
-        taken = FerryStats(self.data)
-        self.data = {}
-        return taken
+        taken, self.data = self.data, {}
+        return FerryStats(taken) if taken else None
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not followed

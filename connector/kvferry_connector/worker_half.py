@@ -180,11 +180,9 @@ class WorkerHalf:
                 self._acknowledge(client, now_s)
         if not self._finished:
             return _NOTHING
-        results = KVConnectorTransferResults(
-            finished_recving=self._finished, failed_recving=self._failed
-        )
-        self._finished, self._failed = set(), set()
-        return results
+        finished, self._finished = self._finished, set()
+        failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def worker_metadata(self) -> FerryWorkerMetadata | None:
         """Return the reports since the last call, None when there are none."""
@@ -233,9 +231,8 @@ class WorkerHalf:
             if not self._acks:
                 self._acks_due_s = time.monotonic() + _ACK_S
             self._acks.append(message.job)  # only now: what is acknowledged never comes again
-        elif isinstance(message, hot.JobState):
-            if message.state == "unknown":
-                self._end(message.job, "failed", "job_unknown")
+        elif isinstance(message, hot.JobState) and message.state == "unknown":
+            self._end(message.job, "failed", "job_unknown")
         elif isinstance(message, hot.Error):
             logger.warning("sidecar: %s (%s)", message.message, message.remedy)
             self.stats.count("sidecar_errors")
