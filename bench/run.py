@@ -23,6 +23,7 @@ BENCHES = (
     "copy_engine",
     "index",
     "policies",
+    "curve",
     "moved",
     "probe",
     "hooks",

@@ -14,7 +14,8 @@ from support.sidecar import running_sidecar
 
 VIEWS = ("", "requests", "flight", "namespaces", "events", "doctor", "settings", "actions")
 PANELS = (
-    "Engines and ranks", "Hits, in tokens", "Why tokens missed", "Host pool", "Tokens looked up",
+    "Engines and ranks", "Hits, in tokens", "Why tokens missed", "Host pool",
+    "Hits by the size of the pool", "Tokens looked up",
     "Throughput", "Evicted", "Latency by stage", "Break-even", "Evictions",
     "Failures and refusals", "Queues", "Control loop", "Hottest prefixes", "Slower tiers",
     "Paths of the bytes",
@@ -59,6 +60,8 @@ def test_every_panel_is_there_and_live(page, tmp_path):
     assert "192 (80 %)" in funnel.inner_text()  # offered, the open lease too
     assert "144 (60 %)" in funnel.inner_text()  # loaded
     assert "from host" in funnel.inner_text()
+    curve = page.get_by_role("region", name="Hits by the size of the pool")
+    assert "80 % of the tokens" in curve.inner_text()  # the pool is large: twice it adds nothing
     page.wait_for_function("document.querySelectorAll('canvas').length >= 3")
     ticks = page.get_by_role("region", name="Control loop").locator("dd").first
     before = ticks.inner_text()

@@ -1,5 +1,6 @@
 // The panels, in the order of their weight for an operator.
 import { bytes, count, percent, quantile, rate, seconds, total } from "./format.js";
+import { Curve } from "./curve.jsx";
 import { usePoll } from "./live.js";
 import { Bars, Chart, Facts, Panel, Table, Tiles } from "./parts.jsx";
 
@@ -315,6 +316,7 @@ export const Overview = ({ live }) => {
       <Panel title="Tokens looked up">
         <Chart series={series} unit={rate} lines={[["hit/s", "hit", "--good"], ["missed/s", "missed", "--bad"]]} />
       </Panel>
+      <Curve curve={pipeline.journal.curve} />
       <Panel title="Throughput">
         <Chart series={series} unit={(v) => `${bytes(v)}/s`} lines={[["load", "loaded", "--good"], ["save", "saved", "--accent"]]} />
       </Panel>

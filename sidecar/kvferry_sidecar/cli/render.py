@@ -46,6 +46,8 @@ def status(document: Document, *, everything: bool = False) -> RenderableType:
         parts.append(_pool(document.pool))
     if isinstance(document.pipeline, Mapping):
         parts.append(summary(document.pipeline))
+        if told := curve(document.pipeline):
+            parts.append(Text(told))
         parts.extend(_pipeline(document.pipeline, everything=everything))
     if isinstance(document.loop, Mapping) and everything:
         parts.append(_tree("loop", document.loop))
@@ -134,6 +136,21 @@ def summary(pipeline: Mapping[str, Any]) -> RenderableType:
     for column in table.columns[1:]:
         column.justify = "right"
     return table
+
+
+def curve(pipeline: Mapping[str, Any]) -> str:
+    """Return what pools of other sizes would hold, in words; empty where nothing is known."""
+    one = (pipeline.get("journal") or {}).get("curve") or {}
+    wanted = one.get("recent_wanted_tokens", 0)
+    if not wanted:
+        return ""
+    missed = dict(zip(one["sizes"], one["recent_missed_tokens"], strict=True))
+    shares = (f"{max(0.0, 1 - missed[size] / wanted):.0%}" for size in (0.5, 1.0, 2.0))
+    half, same, double = shares
+    return (
+        f"the last hour's lookups, estimated: a pool of this size holds {same} of the tokens, "
+        f"half of it {half}, twice {double}"
+    )
 
 
 def duration(seconds: float) -> str:

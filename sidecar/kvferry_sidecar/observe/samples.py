@@ -115,6 +115,13 @@ def limits(reading: Reading) -> dict[str, float]:
     }
 
 
+def curve_misses(reading: Reading) -> dict[str, float]:
+    """Estimated misses by the pool's size, as a multiple of this one."""
+    curve = reading.pipeline.journal.curve
+    names = [f"{size:g}" for size in curve.sizes]
+    return dict(zip(names, curve.missed_tokens, strict=True))
+
+
 def state(reading: Reading) -> dict[str, float]:
     """1 for the state it is in."""
     return {name: reading.document.state == name for name in ("ready", "degraded", "draining")}

@@ -19,6 +19,7 @@ from kvferry_sidecar.observe.samples import (
     Numbers,
     Readings,
     by,
+    curve_misses,
     findings,
     limits,
     moved,
@@ -163,6 +164,18 @@ COUNTERS = (
         "Objects evicted that were never loaded.",
         ("tier",),
         pool("dropped_before_reuse"),
+    ),
+    Row(
+        "pool_curve_tokens",
+        "Tokens of the lookups that the curve of misses by the pool's size counts.",
+        (),
+        one(lambda r: r.pipeline.journal.curve.wanted_tokens),
+    ),
+    Row(
+        "pool_curve_miss_tokens",
+        "Of these, those that would miss in a pool of another size, estimated from a sample.",
+        ("size",),
+        by(curve_misses),
     ),
     Row(
         "damaged_chunks",

@@ -29,6 +29,7 @@ class Admission:
     keys: list[Keys]
     answered: bool = False
     hint_tokens: int = 0  # of the last hint
+    sampled: bool = False  # counted in the curve of misses by the pool's size
     leased: bool = False  # a lease was taken: that has marked the chunks as used
 
     def key_bytes(self) -> int:

@@ -13,8 +13,9 @@ from kvferry_connector.wire.hot import Answer, Ask, JobStatusName, LoadJob, Prob
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.outcomes.reasons import Reason
 from kvferry_sidecar.outcomes.records import NO_WHY, JobEnd, Prefixes, Record, Records, Why
-from kvferry_sidecar.sessions.admissions import Admission
+from kvferry_sidecar.sessions.admissions import Admission, Keys
 from kvferry_sidecar.sessions.model import Peer, Session
+from kvferry_sidecar.stages.curve import Curve
 from kvferry_sidecar.stages.parts import JobRun
 from kvferry_sidecar.stages.shape import SessionShape
 from kvferry_sidecar.stages.snapshot import JournalReading
@@ -38,6 +39,7 @@ class Journal:
         self.miss_requests: Counter[Reason] = Counter()
         self.load_tokens: Counter[str] = Counter()  # by how the load ended
         self.saved_objects = 0
+        self.curve = Curve(pool.stats().total_bytes)
 
     def reading(self) -> JournalReading:
         """Return the counts so far."""
@@ -49,6 +51,7 @@ class Journal:
             saved_objects=self.saved_objects,
             records=len(self.records),
             records_dropped=self.records.dropped,
+            curve=self.curve.reading(),
         )
 
     # --- lookups ------------------------------------------------------------------------------
@@ -74,9 +77,11 @@ class Journal:
     ) -> None:  # fmt: skip
         """The hint of a probe went out; one of nothing is explained now, while it is known."""
         record = self.records.get((peer.session.life, probe.admission))
+        shape, admission = found
+        if not admission.hint_tokens:  # nobody may ask, and its saves are stored when it ends
+            self._sample(shape, admission, (0, longest_tokens(shape, admission)), 0, now_s)
         if record is None:
             return
-        shape, admission = found
         record.hint_tokens, record.hint_s = admission.hint_tokens, now_s
         if admission.hint_tokens:
             return
@@ -110,6 +115,8 @@ class Journal:
             record.answer_s = now_s
         if not first:
             return
+        span = (ask.local_tokens, ask.max_tokens)
+        self._sample(shape, admission, span, answer.hit_tokens, now_s)
         if answer.sources:
             self._hit(session, admission, answer, reached, now_s)
         missed = ask.max_tokens - reached
@@ -138,6 +145,15 @@ class Journal:
         why = record.why if record is not None else NO_WHY
         self._missed(record, why, longest_tokens(shape, admission), whole=True)
 
+    def used_locally(self, shape: SessionShape, admission: Admission, now_s: float) -> None:
+        """A request ended that never asked: the engine had itself what there was."""
+        self._sample(shape, admission, (0, 0), 0, now_s)
+
+    def stored(self, shape: SessionShape, keys: list[Keys], total_bytes: int) -> None:
+        """Objects of ``total_bytes`` were stored, with ``keys`` per stored group."""
+        if shape.whole:
+            self.curve.stored(keys[shape.whole[0]], total_bytes)
+
     def released(self, session: Session, admission: int, now_s: float) -> None:
         """The engine needs nothing more of this admission."""
         record = self.records.get((session.life, admission))
@@ -148,6 +164,19 @@ class Journal:
         """The engine's scheduler half is gone: its last releases may never come."""
         for admission in self.records.admissions_of(session.life):
             self.released(session, admission, now_s)
+
+    def _sample(
+        self, shape: SessionShape, admission: Admission, span: tuple[int, int], hit_tokens: int,
+        now_s: float,
+    ) -> None:  # fmt: skip
+        """Count an admission once; no group of single windows or states says what hits need."""
+        if admission.sampled or not shape.whole:
+            return
+        admission.sampled = True
+        groups, lead = shape.stored_groups(), shape.whole[0]
+        unit_bytes = sum(groups[one].stripe.payload_bytes for one in shape.whole)
+        unit = (groups[lead].unit_tokens, unit_bytes)
+        self.curve.looked_up(admission.keys[lead], unit, span, hit_tokens, now_s)
 
     def _hit(
         self, session: Session, admission: Admission, answer: Answer, reached: int, now_s: float

@@ -107,7 +107,7 @@ class Probes:
             if admission is not None and shape is not None and not admission.leased:
                 # Wanted again, though the engine had it itself and took no lease.
                 refresh(self._core.pool, shape, admission.keys)
-                self._count_unasked(peer.session, shape, admission)
+                self._count_unasked(peer.session, shape, admission, now_s)
             self._core.journal.released(peer.session, number, now_s)
             self._core.admissions.drop(life, number)
             self._core.leases.drop_unowned(LeaseKey(life, number))
@@ -353,12 +353,15 @@ class Probes:
     def _hit(self, shape: SessionShape, admission: Admission, max_tokens: int) -> int:
         return stored_hit(self._core.pool, shape, admission.keys, max_tokens=max_tokens).tokens
 
-    def _count_unasked(self, session: Session, shape: SessionShape, admission: Admission) -> None:
+    def _count_unasked(
+        self, session: Session, shape: SessionShape, admission: Admission, now_s: float
+    ) -> None:
         """Count a request that ended at its hint: a miss, or what the engine had itself."""
         if admission.answered:
             return
         if admission.hint_tokens:
             self.counters.local_requests += 1
+            self._core.journal.used_locally(shape, admission, now_s)
         else:
             self.counters.missed_requests += 1
             self.counters.missed_tokens += longest_tokens(shape, admission)

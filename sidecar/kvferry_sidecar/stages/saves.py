@@ -172,6 +172,8 @@ class SaveWork:
                 self._core.residence.entered(save.keys, last_s)
             else:
                 self._core.pool.abort(save.entries)
+        if whole and self.objects:
+            self._count_stored()
         if self.shadow is not None:
             shadow, self.shadow = self.shadow, None
             self._core.shadows.settle(shadow.key, shadow.save.entries, whole=whole)
@@ -181,6 +183,11 @@ class SaveWork:
         # cold, the head of a shared prefix would be evicted before the tails that need it.
         if self._prefixes:
             refresh(self._core.pool, self._shape, self._prefixes)
+
+    def _count_stored(self) -> None:
+        sizes = (len(save.entries) * save.shape.stripe.payload_bytes for save in self._groups)
+        keys = [save.keys for save in self._groups]
+        self._core.journal.stored(self._shape, keys, sum(sizes))
 
     def _announce(self, run: JobRun) -> None:
         scheduler, job = run.session.scheduler, run.job

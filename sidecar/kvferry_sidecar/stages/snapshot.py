@@ -7,6 +7,7 @@ import msgspec
 from kvferry_sidecar.outcomes.histogram import HistogramReading
 from kvferry_sidecar.outcomes.ledger import Totals
 from kvferry_sidecar.stages.breaker import BreakerReading
+from kvferry_sidecar.stages.curve import CurveReading
 from kvferry_sidecar.stages.shadow import ShadowReading
 from kvferry_sidecar.stages.stores import TierSnapshot
 
@@ -21,6 +22,7 @@ class JournalReading(msgspec.Struct, frozen=True):
     saved_objects: int
     records: int
     records_dropped: int
+    curve: CurveReading  # misses in a pool of other sizes
 
 
 class PipelineSnapshot(msgspec.Struct, frozen=True):

@@ -47,6 +47,7 @@ class Api:
             "status": self.status,
             "sessions": self.sessions,
             "tiers": self.tiers,
+            "curve": self.curve,
             "jobs": self.jobs,
             "leases": self.leases,
             "prefixes": self.prefixes,
@@ -85,6 +86,10 @@ class Api:
         """Where bytes are kept: the host pool, and the slower tiers behind it."""
         reading = await self._window.reading()
         return {"host": reading.document.pool, "slower": reading.pipeline.tiers}
+
+    async def curve(self, _request: Request) -> object:
+        """Tokens wanted, and estimates of those that miss in a pool of another size."""
+        return (await self._window.reading()).pipeline.journal.curve
 
     async def jobs(self, _request: Request) -> object:
         """Open jobs, oldest first."""

@@ -1,0 +1,206 @@
+"""How many tokens would miss in a pool of another size: sampled while serving (SHARDS).
+
+The pool evicts by last use, so one list of keys in order of use answers for every size: a key
+misses in all pools smaller than the bytes used since its own last use. Only keys whose bits lie
+under a threshold are followed, and the sizes shrink by the same share; when more than
+``tracked_max`` are followed, the threshold is halved. A lookup costs one vectorised comparison
+over its keys, and under a microsecond per followed key.
+
+What is wanted is counted exactly and only misses are estimated: a hot key that is not followed
+then biases nothing. Left out: the eighth of the pool that a scan leaves alone, slots' rounding,
+and slower tiers (a hit is one of the host pool).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
+_SAME = SIZES.index(1.0)
+_ALL = 1 << 64
+window_s = 3600.0
+
+Keys = NDArray[np.uint8]  # (n, 16)
+
+
+class CurveReading(msgspec.Struct, frozen=True):
+    """Tokens wanted, and of these missed in a pool of ``sizes`` times the bytes of this one.
+
+    ``recent_*`` are of the last hour or two, the others since the start.
+    """
+
+    sizes: list[float]
+    pool_bytes: int
+    wanted_tokens: int
+    missed_tokens: list[float]
+    recent_wanted_tokens: int
+    recent_missed_tokens: list[float]
+    tracked: int
+    sampled: float  # share of the keys that are followed
+
+
+class _Tally:
+    """Counts of one span of time."""
+
+    def __init__(self) -> None:
+        self.wanted = 0
+        self.missed = [0.0] * len(SIZES)
+
+    def add(self, other: _Tally) -> None:
+        self.wanted += other.wanted
+        self.missed = [a + b for a, b in zip(self.missed, other.missed, strict=True)]
+
+
+class Curve:
+    """Keys of the objects that whole-prefix hits are made of. Owned by the control loop."""
+
+    def __init__(self, pool_bytes: int, tracked_max: int = 8192) -> None:
+        self._pool_bytes = pool_bytes
+        self._tracked_max = tracked_max
+        self._threshold = _ALL
+        # Uses are numbered. Of each: the bytes of its key, 0 once the key was used again.
+        self._uses: list[int] = []
+        self._first = 0  # number of _uses[0]
+        self._last_use: dict[int, int] = {}  # in the order of use
+        # Per size: what was used at or after its edge fits, and how many bytes that is.
+        self._edges = [0] * len(SIZES)
+        self._inside = [0] * len(SIZES)
+        self._carry_bytes = 0
+        self._past, self._before, self._now = _Tally(), _Tally(), _Tally()
+        self._window_end_s = 0.0
+
+    def looked_up(
+        self,
+        keys: Keys,
+        unit: tuple[int, int],
+        span: tuple[int, int],
+        hit_tokens: int,
+        now_s: float,
+    ) -> None:
+        """Count one lookup of the tokens ``span`` (local, wanted], answered with ``hit_tokens``.
+
+        ``keys`` (n, 16) are of all units of the request; ``unit``: tokens of one, and the bytes
+        to reckon with for one that was stored before this start.
+        """
+        if now_s >= self._window_end_s:
+            self._turn_window(now_s)
+        local, wanted = span
+        self._now.wanted += max(0, wanted - local)
+        followed = self._followed(keys)
+        if not followed:
+            return
+        first, last, stored = (tokens // unit[0] for tokens in (local, wanted, hit_tokens))
+        places = [0] * (len(SIZES) + 1)
+        found = []
+        for row, key in followed:
+            place = self._place(key)
+            if place == len(SIZES):
+                if row >= stored:
+                    places[place] += first <= row < last
+                    continue
+                place = _SAME  # the pool has it from before this start
+            places[place] += first <= row < last
+            found.append(key)
+        missing = 0
+        for size in range(len(SIZES) - 1, -1, -1):
+            missing += places[size + 1]
+            self._now.missed[size] += missing * unit[0] * (_ALL / self._threshold)
+        self._use(found, unit[1])
+
+    def stored(self, keys: Keys, total_bytes: int) -> None:
+        """Objects were stored: ``keys`` of one group, ``total_bytes`` of all groups.
+
+        What other groups take without a key of this one is borne by the next that come.
+        """
+        self._carry_bytes += total_bytes
+        if len(keys):
+            each, self._carry_bytes = divmod(self._carry_bytes, len(keys))
+            self._use([key for _, key in self._followed(keys)], each)
+
+    def reading(self) -> CurveReading:
+        """Return the counts so far."""
+        recent, whole = _Tally(), _Tally()
+        recent.add(self._before)
+        recent.add(self._now)
+        whole.add(self._past)
+        whole.add(recent)
+        return CurveReading(
+            sizes=list(SIZES),
+            pool_bytes=self._pool_bytes,
+            wanted_tokens=whole.wanted,
+            missed_tokens=whole.missed,
+            recent_wanted_tokens=recent.wanted,
+            recent_missed_tokens=recent.missed,
+            tracked=len(self._last_use),
+            sampled=self._threshold / _ALL,
+        )
+
+    def _followed(self, keys: Keys) -> list[tuple[int, int]]:
+        """Return (row, key) of the keys under the threshold, in order."""
+        bits = keys.view("<u8")[:, 1]
+        if self._threshold == _ALL:
+            return list(enumerate(bits.tolist()))
+        rows = np.flatnonzero(bits < np.uint64(self._threshold))
+        return list(zip(rows.tolist(), bits[rows].tolist(), strict=True))
+
+    def _place(self, key: int) -> int:
+        """Return how many of the sizes are too small to hold a key still."""
+        use = self._last_use.get(key, -1)
+        for place, edge in enumerate(self._edges):
+            if use >= edge:
+                return place
+        return len(SIZES)
+
+    def _use(self, keys: list[int], new_bytes: int) -> None:
+        """Number a use of each key, the head of the prefix last, as the pool does."""
+        uses, inside, first = self._uses, self._inside, self._first
+        last_use, edges, oldest = self._last_use, self._edges, self._edges[-1]
+        for key in reversed(keys):
+            use = last_use.pop(key, -1)
+            size = new_bytes
+            if use >= oldest:
+                size, uses[use - first] = uses[use - first], 0
+            for place, edge in enumerate(edges):
+                if use >= edge:
+                    break
+                inside[place] += size
+            last_use[key] = first + len(uses)
+            uses.append(size)
+        self._settle()
+        if len(self._last_use) > self._tracked_max or len(uses) > 4 * self._tracked_max:
+            self._forget()
+
+    def _settle(self) -> None:
+        """Move each size's edge on until what lies behind it fits."""
+        uses, first = self._uses, self._first
+        share = self._threshold / _ALL * self._pool_bytes
+        for place, size in enumerate(SIZES):
+            held, edge = self._inside[place], self._edges[place] - first
+            while held > size * share:
+                held -= uses[edge]
+                edge += 1
+            self._inside[place], self._edges[place] = held, edge + first
+
+    def _forget(self) -> None:
+        """Drop what no size holds any more, and follow half as many keys if that is not enough."""
+        oldest = self._edges[-1]
+        kept = {key: use for key, use in self._last_use.items() if use >= oldest}
+        while len(kept) > self._tracked_max * 3 // 4:
+            self._threshold //= 2
+            kept = {key: use for key, use in kept.items() if key < self._threshold}
+        numbers = list(kept.values())
+        uses = [self._uses[number - self._first] for number in numbers]
+        edges = [bisect_left(numbers, edge) for edge in self._edges]
+        self._uses, self._first = uses, 0
+        self._last_use = {key: at for at, key in enumerate(kept)}
+        self._edges, self._inside = edges, [sum(uses[edge:]) for edge in edges]
+        self._settle()
+
+    def _turn_window(self, now_s: float) -> None:
+        self._past.add(self._before)
+        self._before, self._now = self._now, _Tally()
+        self._window_end_s = now_s + window_s
