@@ -125,6 +125,12 @@ def test_every_situation_of_interest_came_up(worlds: list[World]) -> None:
         assert sum(s.skips.get(skip, 0) for s in snapshots) > 0, skip
 
 
+@pytest.mark.parametrize("seed", [1136283670])
+def test_a_seed_that_once_failed(seed: int) -> None:
+    """1136283670: a rank reported one job twice."""
+    assert run(seed, 10_000).loaded > 0
+
+
 def test_a_seed_repeats_exactly() -> None:
     first, second = run(3, 800), run(3, 800)
     assert first.snapshots == second.snapshots

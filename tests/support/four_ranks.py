@@ -167,19 +167,11 @@ class EngineOfRanks:
     """The scheduler and its ranks; ``wrong`` collects what a rank found otherwise than written."""
 
     def __init__(
-        self,
-        folder: Path,
-        run_dir: Path,
-        specs: Mapping[str, Any],
-        *,
-        ranks: int = 4,
-        batch: int = 1024,
-        kv_bytes: int = 4 << 20,
-        draft_tokens: int = 0,
-        kv_events: bool = False,
-        hybrid: bool = True,
-        dcp: int = 1,
-    ) -> None:
+        self, folder: Path, run_dir: Path, specs: Mapping[str, Any], *,
+        ranks: int = 4, batch: int = 1024, kv_bytes: int = 4 << 20, draft_tokens: int = 0,
+        kv_events: bool = False, hybrid: bool = True, dcp: int = 1,
+        apart: Path | None = None,  # run directory of the ranks after the first: another node's
+    ) -> None:  # fmt: skip
         self._draft_tokens, self._dcp = draft_tokens, dcp
         vllm_config = _make_config(folder, run_dir, specs, (ranks, dcp), batch, draft_tokens)
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
@@ -191,21 +183,25 @@ class EngineOfRanks:
         configs = get_kv_cache_configs(
             vllm_config, [dict(specs) for _ in range(ranks)], [kv_bytes] * ranks
         )
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._pipes, self._processes = [], []
         for rank, kv_config in enumerate(configs):
             ours, theirs = _fork.Pipe()
+            extra["run_dir"] = str(apart if apart and rank else run_dir)
             process = _fork.Process(target=_serve, args=(theirs, vllm_config, kv_config, rank))
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        extra["run_dir"] = str(run_dir)
         handshakes = {(0, rank): self._hear(rank) for rank in range(ranks)}
         self.scheduler = self._schedule_with(vllm_config, configs)
         connector = self.scheduler.connector
         assert isinstance(connector, FerryConnector)
         self.connector = connector
         connector.set_xfer_handshake_metadata_pp_aware(handshakes)
-        wait_until(lambda: connector.attachment()[0] == "ready", "all ranks are registered")
+        if apart is None:
+            wait_until(lambda: connector.attachment()[0] == "ready", "all ranks are registered")
         self._aggregator = KVOutputAggregator.from_connector(connector, ranks)
         self._bases: dict[str, int] = {}
         self._written: dict[int, tuple[int, bytes]] = {}
