@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kvferry_connector.entry import FerryConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -269,6 +271,8 @@ def _attachment(connector: Any) -> tuple[str, int]:
     vLLM has no question of that kind, and a test has to know whether a miss means "not attached
     yet".
     """
+    if isinstance(connector, MultiConnector):
+        (connector,) = (c for c in connector.sub_connectors if isinstance(c, FerryConnector))
     state, epoch = connector.attachment()
     return str(state), int(epoch)
 
