@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from kvferry_demo.driver import Driver
-from kvferry_demo.models import MODELS, write_model
+from kvferry_demo.models import MODELS, engine_settings, write_model
 from kvferry_demo.protocol import Ask, EngineSetup, Result
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -45,13 +45,14 @@ class Hybrids:
 
     def _measure(self, name: str) -> dict[str, Any]:
         variant = self._setup["variant"]
-        arguments = dict(MODELS[name].engine) | engine_args(variant, self._setup["options"])
         folder = Path(self._setup["folder"]) / variant
         folder.mkdir(exist_ok=True)
+        directory = write_model(name, folder)
+        arguments = engine_settings(name, directory) | engine_args(variant, self._setup["options"])
         by_bytes = MODELS[name].by_bytes
         driver = Driver(
             EngineSetup(
-                model_dir=str(write_model(name, folder)),
+                model_dir=str(directory),
                 engine_args=arguments,
                 kv_digests=by_bytes,
             )
@@ -79,7 +80,7 @@ class Hybrids:
 
 
 def _held(result: Result, by_bytes: bool) -> object:
-    return result.kv_digest if by_bytes else result.output
+    return result.kv_digest if by_bytes else (result.output, result.drafts)
 
 
 def _run(driver: Driver, name: str) -> list[Result]:

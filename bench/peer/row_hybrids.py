@@ -20,7 +20,11 @@ def measure(quick: bool) -> dict[str, Any]:
     """Return what each cache did with each model."""
     names = ("llama", "gptoss", "nemotronh") if quick else tuple(MODELS)
     with serving(CACHES, POOL_BYTES) as (folder, servers):
-        return {name: _model(name, folder, servers) for name in names}
+        found = {}
+        for name in names:
+            print(f"   {name}", flush=True)
+            found[name] = _model(name, folder, servers)
+        return found
 
 
 def _model(name: str, folder: Path, servers: dict[str, Server]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def _scenario(name: str, moment: str) -> dict[str, Any]:
+    print(f"   {name}, {moment}", flush=True)
     with rig((name,), "recovery", pool_bytes=POOL_BYTES, model=MODEL, engine=ENGINE) as it:
         engine, server = it.engines[name], it.servers[name]
         engine.call("prepare")
