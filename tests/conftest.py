@@ -33,6 +33,7 @@ def gpu() -> Iterator[FakeGpu]:
     gpu = FakeGpu()
     yield gpu
     gpu.fail("", 0)
+    gpu.without_batches(False)
     gpu.free_all()
 
 

@@ -27,6 +27,7 @@ from kvferry_sidecar.descriptors import raise_descriptor_limit
 from kvferry_sidecar.desk import Desk, Parts
 from kvferry_sidecar.doctor import report
 from kvferry_sidecar.engines.base import CopyEngine, PoolSpan
+from kvferry_sidecar.engines.cuda import GpuOptions
 from kvferry_sidecar.engines.several import SeveralCopyEngines
 from kvferry_sidecar.errors import ExitCode
 from kvferry_sidecar.faults.kit import FaultKit
@@ -210,7 +211,10 @@ class App:
             self._pool.address, segment.segment_bytes, self._pool.stats().total_bytes,
             config.tiers.host.slab_bytes, segment.pool,
         )  # fmt: skip
-        engine = SeveralCopyEngines(config.copy.threads, span, self._log, gpu=config.copy.gpu)
+        engine = SeveralCopyEngines(
+            config.copy.threads, span, self._log, gpu=config.copy.gpu,
+            options=GpuOptions(config.copy.gpu_mode, config.copy.gpu_share_percent),
+        )  # fmt: skip
         stack.callback(engine.close)
 
         def open_device(memory: AttachedMemory, life: int) -> DeviceMemory:

@@ -82,6 +82,8 @@ class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     threads: Annotated[int, msgspec.Meta(ge=1, le=256)]
     gpu: bool
+    gpu_mode: Literal["auto", "rect", "batch", "kernel"]
+    gpu_share_percent: Annotated[int, msgspec.Meta(ge=1, le=100)]
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -299,6 +301,8 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "namespaces.rules": "",
         "copy.threads": min(max(cpus // 4, 1), 8),
         "copy.gpu": False,
+        "copy.gpu_mode": "auto",
+        "copy.gpu_share_percent": 100,
         "loads.mode": "overlapped",
         "loads.breaker": True,
         "loads.shadow_percent": 0,

@@ -8,6 +8,7 @@ import select
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from kvferry_sidecar.engines.base import (
     Extents,
     PoolSpan,
 )
-from kvferry_sidecar.engines.cuda import CudaCopyEngine
+from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
+from kvferry_sidecar.engines.cuda_choice import CHUNKS, PAGES
 from kvferry_sidecar.engines.cuda_driver import Driver
 from kvferry_sidecar.engines.host import HostCopyEngine
 from numpy.typing import NDArray
@@ -36,7 +38,7 @@ from support.copying import (
     extents_of,
     layer_outermost,
 )
-from support.fake_cuda import FakeGpu, GpuEngineMemory, RealGpuMemory, library
+from support.fake_cuda import FakeGpu, GpuEngineMemory, RealGpuMemory, fake_ptx, library
 
 ON_GPU = "TEST_ON_GPU" in os.environ
 
@@ -47,30 +49,52 @@ def host(pool: Pool, owner: object) -> CopyEngine:
     )
 
 
-def cuda(pool: Pool, owner: object) -> CopyEngine:
+def cuda(pool: Pool, owner: object, mode: str = "rect") -> CopyEngine:
     """Over a driver made of host memory: what moves is checked here, how fast is not.
 
     ``make gpu`` runs the same on a GPU.
     """
     span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 20, owner)
     driver = Driver() if ON_GPU else Driver(str(library()))
-    engine = CudaCopyEngine(span, structlog.get_logger(), driver)
+    engine = CudaCopyEngine(span, structlog.get_logger(), driver, GpuOptions(mode))
     engine.pin(driver, 0)
     return engine
 
 
-FACTORIES: list[Callable[[Pool, object], CopyEngine]] = [host, cuda]
-MEMORIES: dict[Any, Any] = {
-    host: EngineMemory,
-    cuda: RealGpuMemory if ON_GPU else GpuEngineMemory,
-}
+def cuda_batch(pool: Pool, owner: object) -> CopyEngine:
+    return cuda(pool, owner, "batch")
+
+
+def cuda_kernel(pool: Pool, owner: object) -> CopyEngine:
+    return cuda(pool, owner, "kernel")
+
+
+FACTORIES: list[Callable[[Pool, object], CopyEngine]] = [host, cuda, cuda_batch, cuda_kernel]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake driver has the kernel itself; comparing the ways has a test of its own."""
+    if not ON_GPU:
+        monkeypatch.setattr("kvferry_sidecar.engines.cuda_kernel.compile_ptx", fake_ptx)
+        monkeypatch.setattr("kvferry_sidecar.engines.cuda_choice._compare", preferred)
+
+
+def preferred(*arguments: Any) -> dict[tuple[int, int], str]:
+    return dict.fromkeys(product(PAGES, CHUNKS), arguments[-1][0].name)
+
+
+def memory_of(factory: Callable[[Pool, object], CopyEngine]) -> Any:
+    if factory is host:
+        return EngineMemory
+    return RealGpuMemory if ON_GPU else GpuEngineMemory
 
 
 def make_rig(
     factory: Callable[[Pool, object], CopyEngine], pool_bytes: int, owner: object = None
 ) -> Rig:
     pool = Pool(pool_bytes)
-    return Rig(pool, factory(pool, owner), iter(range(1, 1 << 30)), MEMORIES[factory])
+    return Rig(pool, factory(pool, owner), iter(range(1, 1 << 30)), memory_of(factory))
 
 
 @pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)

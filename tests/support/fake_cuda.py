@@ -20,6 +20,7 @@ from kvferry_connector.cuda import Driver as EngineDriver
 from kvferry_connector.cuda import StreamWords
 from kvferry_connector.wire.attach import Memory
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET
+from kvferry_sidecar.engines import cuda_kernel
 from kvferry_sidecar.engines.cuda_driver import CudaError
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 from numpy.typing import NDArray
@@ -40,9 +41,41 @@ def library() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="kvf-cuda-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", path, SOURCE], check=True)
+    flags = ["-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
+    objects = _kernels(folder, flags)
+    cc = os.environ.get("CC", "cc")
+    subprocess.run([cc, "-shared", *flags, "-o", path, SOURCE, *objects], check=True)
     return path
+
+
+def _kernels(folder: Path, flags: list[str]) -> list[Path]:
+    """Compile the copy kernel for this processor, once per width, and what launches them."""
+    before, after = SOURCE.with_name("fake_kernel.h"), SOURCE.with_name("fake_launch.cpp")
+    text = 'extern "C" {\nunsigned long long fake_stores;\n'
+    cases = ""
+    objects = []
+    for width, vector in cuda_kernel.VECTORS.items():
+        unit = folder / f"kernel_{width}.cpp"
+        unit.write_text(before.read_text() + cuda_kernel.SOURCE + after.read_text())
+        objects.append(unit.with_suffix(".o"))
+        defines = [f"-DVEC={vector}", f"-DWIDTH={width}", "-Wno-unknown-pragmas"]
+        cxx = [os.environ.get("CXX", "c++"), "-std=c++17", "-c", *flags, *defines]
+        subprocess.run([*cxx, "-o", objects[-1], unit], check=True)
+        text += f"int fake_launch_{width}(unsigned, unsigned, void**);\n"
+        cases += f"    if (width == {width}) return fake_launch_{width}(b, t, a);\n"
+    unit = folder / "kernels.cpp"
+    unit.write_text(
+        f"{text}int fake_kernel(int width, unsigned b, unsigned t, void** a) {{\n{cases}"
+        "    return 1;\n}\n}\n"
+    )
+    objects.append(unit.with_suffix(".o"))
+    subprocess.run([*cxx, "-o", objects[-1], unit], check=True)
+    return objects
+
+
+def fake_ptx(_architecture: int, width: int) -> bytes:
+    """Stand for the compiler: the fake driver has the kernel in every width."""
+    return b"for vectors of %d\0" % width
 
 
 def as_driver() -> dict[str, str]:
@@ -91,6 +124,14 @@ class FakeGpu:
     def mapped(self) -> int:
         """How many allocations of other processes are open here."""
         return int(self._fake.fake_mapped())
+
+    def stores(self) -> int:
+        """How many bytes kernels have stored so far."""
+        return int(ctypes.c_ulonglong.in_dll(self._fake, "fake_stores").value)
+
+    def without_batches(self, missing: bool) -> None:
+        """Have a driver that is older than batches of copies."""
+        self._fake.fake_without_batches(int(missing))
 
     def free_all(self) -> None:
         """Free what was allocated here, and drop what was opened."""

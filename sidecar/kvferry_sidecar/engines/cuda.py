@@ -1,9 +1,10 @@
-"""The copy engine for engines whose KV memory is a GPU's: copy engines of the GPU, no kernels.
+"""The copy engine for engines whose KV memory is a GPU's.
 
 One thread and one stream per GPU and direction: a link serves one copy at a time anyway, and loads
-never queue behind saves. A rectangle of a block's runs is one 2-D copy. Checksums are of the pool's
-bytes: a load is verified before anything is written to the GPU, a save after it has arrived. Only
-the host waits: for fences (stages/copying.py) and for its own streams, never for an engine's.
+never queue behind saves, which also stand back between slices while there are loads. How a slice
+moves is chosen by cuda_choice.py. Checksums are of the pool's bytes: a load is verified before
+anything is written to the GPU, a save after it has arrived. Only the host waits: for fences
+(stages/copying.py) and for its own streams, never for an engine's.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Sized
-from ctypes import byref, c_void_p
+from ctypes import c_void_p
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,17 +26,22 @@ from numpy.typing import NDArray
 from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.engines.base import CopyResult, CopyStatus, Direction, Extents, PoolSpan
-from kvferry_sidecar.engines.cuda_driver import (
-    MEMORY_DEVICE,
-    MEMORY_HOST,
-    Copy2D,
-    CudaError,
-    Driver,
-)
+from kvferry_sidecar.engines.cuda_choice import Ways, find_ways
+from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
 from kvferry_sidecar.engines.cuda_memory import CudaMemories, PinnedPool
-from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory, Rect
+from kvferry_sidecar.engines.cuda_parts import Part
+from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 
 slice_bytes_max = 16 << 20  # in flight of one job: a cancel waits for no more
+yield_ms_max = 50  # a save waits so long for loads between two slices
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """``mode``: "auto" or one of cuda_modes.MODES; ``share_percent`` of the time copies run."""
+
+    mode: str = "auto"
+    share_percent: int = 100
 
 
 @dataclass(slots=True)
@@ -64,13 +71,22 @@ class CudaCopyEngine:
     extents raise ValueError and start nothing.
     """
 
-    def __init__(self, pool: PoolSpan, log: Log, driver: Driver | None = None) -> None:
+    def __init__(
+        self,
+        pool: PoolSpan,
+        log: Log,
+        driver: Driver | None = None,
+        options: GpuOptions | None = None,
+    ) -> None:
         self._pool, self._log, self._driver = pool, log, driver
+        self._options = options or GpuOptions()
         self._memories: CudaMemories | None = None
         self._pinned: PinnedPool | None = None
         view = (ctypes.c_ubyte * pool.total_bytes).from_address(pool.address)
         self._bytes = memoryview(view).cast("B")
         self._lock = threading.Lock()
+        self._moved = threading.Condition(self._lock)  # a job ended, or is to end
+        self._loads: Counter[int] = Counter()  # open ones by GPU
         self._pending: dict[int, _Job] = {}
         self._finished: list[CopyResult] = []
         self._lanes: dict[tuple[int, Direction], _Lane] = {}
@@ -125,6 +141,8 @@ class CudaCopyEngine:
             if ticket in self._pending:
                 raise ValueError(f"copy refused: ticket {ticket} is still pending")
             self._pending[ticket] = job
+            if direction is Direction.SCATTER:
+                self._loads[layout.memory.ordinal] += 1
             self._lane(layout.memory.ordinal, direction).put(job)
 
     def cancel(self, ticket: int) -> None:
@@ -133,6 +151,7 @@ class CudaCopyEngine:
             job = self._pending.get(ticket)
             if job is not None:
                 job.cancelled = True
+                self._moved.notify_all()
 
     def collect(self) -> list[CopyResult]:
         """Results since the last call; clears wake_fd."""
@@ -150,6 +169,7 @@ class CudaCopyEngine:
             self._closed = True
             for job in self._pending.values():
                 job.cancelled = True
+            self._moved.notify_all()
         if self._pinned is not None:
             self._pinned.stop()  # what waits for it need not
         for lane in self._lanes.values():
@@ -165,10 +185,15 @@ class CudaCopyEngine:
         lane = self._lanes.get((ordinal, direction))
         if lane is None:
             assert self._driver is not None, "a layout on a GPU comes from this driver"
-            lane = self._lanes[ordinal, direction] = _Lane(self, self._driver, ordinal)
+            lane = self._lanes[ordinal, direction] = _Lane(self, self._driver, ordinal, direction)
         return lane
 
-    def run(self, job: _Job, stream: c_void_p, driver: Driver) -> None:
+    def ways(self, ordinal: int, direction: Direction, stream: c_void_p, driver: Driver) -> Ways:
+        """Return the ways to copy on the current GPU, for a lane."""
+        mode, log = self._options.mode, self._log
+        return find_ways(driver, ordinal, direction, stream, mode=mode, log=log)
+
+    def run(self, job: _Job, stream: c_void_p, driver: Driver, ways: Ways) -> None:
         """Copy a job on its lane's thread and publish the result."""
         started_s = time.monotonic()
         status = CopyStatus.DONE
@@ -178,7 +203,10 @@ class CudaCopyEngine:
                 if job.cancelled:
                     status = CopyStatus.CANCELLED
                     break
-                self._copy(job, slice(first, first + step), stream, driver)
+                began_s = time.monotonic()
+                self._copy(job, slice(first, first + step), stream, driver, ways)
+                if first + step < len(job.blocks):
+                    self._stand_back(job, time.monotonic() - began_s)
         except CudaError as error:
             status = CopyStatus.FAILED
             self._log.error("a copy on a GPU failed", ticket=job.ticket, error=str(error))
@@ -205,11 +233,28 @@ class CudaCopyEngine:
             crcs=job.crcs if gathered else None,
         )
         with self._lock:
+            if job.direction is Direction.SCATTER:
+                self._loads[job.layout.memory.ordinal] -= 1
+                self._moved.notify_all()
             self._finished.append(result)
             if len(self._finished) == 1:
                 os.eventfd_write(self._wake, 1)
 
-    def _copy(self, job: _Job, part: slice, stream: c_void_p, driver: Driver) -> None:
+    def _stand_back(self, job: _Job, slice_s: float) -> None:
+        """Leave the link to loads, and to others what is not our share of the time."""
+        ordinal, rest_s = (
+            job.layout.memory.ordinal,
+            slice_s * (100 / self._options.share_percent - 1),
+        )
+        with self._moved:
+            if rest_s:
+                self._moved.wait_for(lambda: job.cancelled, rest_s)
+            if job.direction is Direction.GATHER:
+                self._moved.wait_for(
+                    lambda: job.cancelled or not self._loads[ordinal], yield_ms_max / 1000
+                )
+
+    def _copy(self, job: _Job, part: slice, stream: c_void_p, driver: Driver, ways: Ways) -> None:
         """Move some chunks; returns when their copies have stopped. Raises CudaError."""
         load = job.direction is Direction.SCATTER
         chunks = range(*part.indices(len(job.blocks)))
@@ -217,12 +262,17 @@ class CudaCopyEngine:
         assert self._pinned is not None, "memory on a GPU was opened here"
         self._pinned.wait(max(int(job.offsets[chunk]) for chunk in chunks) + payload)
         moving = [chunk for chunk in chunks if not load or self._verified(job, chunk)]
+        if not moving:
+            return
+        hosts = job.offsets[moving].astype(np.int64) + self._pool.address
+        blocks = job.blocks[moving].astype(np.int64)
+        piece = Part(job.layout, job.direction, blocks, hosts)
+        kept = None
         try:
-            for chunk in moving:
-                for copy in _copies(job, chunk, self._pool.address):
-                    driver("cuMemcpy2DAsync_v2", byref(copy), stream)
+            kept = ways.choose(piece).move(piece, stream)
         finally:
             driver("cuStreamSynchronize", stream)
+            del kept
         if not load and job.crc:
             for chunk in moving:
                 job.crcs[chunk] = self._checksum(job, chunk)
@@ -245,8 +295,11 @@ class CudaCopyEngine:
 class _Lane:
     """The thread and the stream of one GPU and direction."""
 
-    def __init__(self, engine: CudaCopyEngine, driver: Driver, ordinal: int) -> None:
+    def __init__(
+        self, engine: CudaCopyEngine, driver: Driver, ordinal: int, direction: Direction
+    ) -> None:
         self._engine, self._driver, self._ordinal = engine, driver, ordinal
+        self._direction = direction
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="kvferry-gpu", daemon=True)
         self._thread.start()
@@ -262,41 +315,23 @@ class _Lane:
 
     def _work(self) -> None:
         stream: c_void_p | None = None
+        ways: Ways | None = None
         while (job := self._jobs.get()) is not None:
             try:
                 if stream is None:
                     self._driver.use(self._ordinal)
                     stream = self._driver.stream()
+                if ways is None:
+                    ways = self._engine.ways(self._ordinal, self._direction, stream, self._driver)
             except CudaError as error:
                 self._engine.fail(job, error)
                 continue
-            self._engine.run(job, stream, self._driver)
+            self._engine.run(job, stream, self._driver, ways)
             del job  # and with it, maybe, the last hold on an engine's memory
+        if ways is not None:
+            ways.close()
         if stream is not None:
             self._driver("cuStreamDestroy_v2", stream)
-
-
-def _copies(job: _Job, chunk: int, pool_address: int) -> list[Copy2D]:
-    """Return one 2-D copy per rectangle of a chunk."""
-    device = job.layout.memory.address
-    host = pool_address + int(job.offsets[chunk])
-    copies = []
-    for rect in job.layout.rects:
-        start = device + rect.offset + int(job.blocks[chunk]) * rect.stride
-        copies.append(_copy_2d(rect, host, start, job.direction))
-        host += rect.length * rect.count
-    return copies
-
-
-def _copy_2d(rect: Rect, host: int, device: int, direction: Direction) -> Copy2D:
-    copy = Copy2D(WidthInBytes=rect.length, Height=rect.count)
-    if direction is Direction.GATHER:
-        copy.srcMemoryType, copy.srcDevice, copy.srcPitch = MEMORY_DEVICE, device, rect.pitch
-        copy.dstMemoryType, copy.dstHost, copy.dstPitch = MEMORY_HOST, host, rect.length
-    else:
-        copy.srcMemoryType, copy.srcHost, copy.srcPitch = MEMORY_HOST, host, rect.length
-        copy.dstMemoryType, copy.dstDevice, copy.dstPitch = MEMORY_DEVICE, device, rect.pitch
-    return copy
 
 
 def _check(extents: Extents, layout: CudaLayout, pool_bytes: int) -> None:

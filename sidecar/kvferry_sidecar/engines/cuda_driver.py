@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -19,6 +20,7 @@ _ADDRESS = c_uint64  # CUdeviceptr
 _NON_BLOCKING = 1  # a stream that does not wait for the default one
 _LAZY_PEER_ACCESS = 1  # the only flag of cuIpcOpenMemHandle
 _PORTABLE_AND_MAPPED = 3
+_NOT_FOUND = 500
 
 
 class IpcHandle(ctypes.Structure):
@@ -83,6 +85,7 @@ ERRORS: dict[int, tuple[str, str]] = {
     ),
     208: ("ALREADY_MAPPED", "another library in this process has opened it: report it"),
     217: ("PEER_ACCESS_UNSUPPORTED", "give the sidecar the GPU that holds the memory"),
+    500: ("NOT_FOUND", "the driver is too old for this: install a newer one"),
     304: ("OPERATING_SYSTEM", "raise the memlock limit (LimitMEMLOCK=infinity, IPC_LOCK)"),
     712: ("HOST_MEMORY_ALREADY_REGISTERED", "another library has registered the pool: report it"),
     713: ("HOST_MEMORY_NOT_REGISTERED", "report it with this text"),
@@ -129,10 +132,31 @@ class Driver:
         self._ordinals = {self._uuid(ordinal): ordinal for ordinal in range(count.value)}
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        """Call one function. Raises CudaError."""
-        code = int(getattr(self._cu, name)(*arguments))
-        if code:
+        """Call one function. Raises CudaError, also when this driver has none of that name."""
+        try:
+            function = getattr(self._cu, name)
+        except AttributeError:
+            raise error_of(name, _NOT_FOUND) from None
+        if code := int(function(*arguments)):
             raise error_of(name, code)
+
+    def function(self, name: str, version: int) -> Callable[..., None]:
+        """Return a function with the signature it has in a CUDA version. Raises CudaError.
+
+        Asked for by version: the same name has other arguments in other libraries.
+        """
+        found, status = c_void_p(), c_int()
+        name_, version_ = name.encode(), c_int(version)
+        self("cuGetProcAddress_v2", name_, byref(found), version_, c_uint64(0), byref(status))
+        if not found.value:
+            raise error_of(name, _NOT_FOUND)
+        call = ctypes.CFUNCTYPE(c_int)(found.value)
+
+        def checked(*arguments: Any) -> None:
+            if code := int(call(*arguments)):
+                raise error_of(name, code)
+
+        return checked
 
     def ordinal_of(self, uuid: bytes) -> int:
         """Return this process's number of a GPU. Raises CudaError when it does not see that one."""

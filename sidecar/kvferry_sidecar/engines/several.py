@@ -8,7 +8,7 @@ from kvferry_connector.wire.attach import Memory
 from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.engines.base import CopyResult, Direction, Extents, PoolSpan
-from kvferry_sidecar.engines.cuda import CudaCopyEngine
+from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
 from kvferry_sidecar.engines.cuda_driver import CudaError
 from kvferry_sidecar.engines.host import HostCopyEngine
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
@@ -17,7 +17,9 @@ from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 class SeveralCopyEngines:
     """Implements `engines.base.CopyEngine` over one for host memory and one for GPUs."""
 
-    def __init__(self, threads: int, pool: PoolSpan, log: Log, *, gpu: bool) -> None:
+    def __init__(
+        self, threads: int, pool: PoolSpan, log: Log, *, gpu: bool, options: GpuOptions
+    ) -> None:
         """Start ``threads`` copy threads for host memory; those for a GPU start with its use."""
         self._gpu = gpu
         self._host = HostCopyEngine(
@@ -26,7 +28,7 @@ class SeveralCopyEngines:
             pool_bytes=pool.total_bytes,
             pool_owner=pool.owner,
         )
-        self._cuda = CudaCopyEngine(pool, log)
+        self._cuda = CudaCopyEngine(pool, log, options=options)
         self._epoll = select.epoll()
         for engine in (self._host, self._cuda):
             self._epoll.register(engine.wake_fd(), select.EPOLLIN)

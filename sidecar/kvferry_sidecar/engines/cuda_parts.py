@@ -1,0 +1,57 @@
+"""A slice of a copy, as every way of moving it takes it: chunks, their places here and there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry_sidecar.engines.base import Direction
+from kvferry_sidecar.geometry.device import CudaLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Chunks to move. ``blocks``: int64 (n,); ``hosts``: int64 (n,), where each payload lies."""
+
+    layout: CudaLayout
+    direction: Direction
+    blocks: NDArray[np.int64]
+    hosts: NDArray[np.int64]
+
+    @property
+    def moved_bytes(self) -> int:
+        """All bytes of it."""
+        return len(self.blocks) * self.layout.payload_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Contiguous pieces: addresses on the GPU and on the host, and lengths, all int64 (n,)."""
+
+    device: NDArray[np.int64]
+    host: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+def segments_of(part: Part) -> Segments:
+    """Return every run of every chunk."""
+    base, at = part.layout.memory.address, 0
+    device, host, lengths = [], [], []
+    for rect in part.layout.rects:
+        rows = np.arange(rect.count, dtype=np.int64)
+        starts = base + rect.offset + part.blocks * rect.stride
+        device.append((starts[:, None] + rows * rect.pitch).ravel())
+        host.append((part.hosts[:, None] + at + rows * rect.length).ravel())
+        lengths.append(np.full(len(part.blocks) * rect.count, rect.length, np.int64))
+        at += rect.length * rect.count
+    return Segments(np.concatenate(device), np.concatenate(host), np.concatenate(lengths))
+
+
+def joined(hosts: NDArray[np.int64], payload_bytes: int) -> list[tuple[int, int, int]]:
+    """Return (first chunk, chunks, bytes) of payloads that follow each other in the pool."""
+    cuts = np.flatnonzero(np.diff(hosts) != payload_bytes) + 1
+    edges = [0, *cuts.tolist(), len(hosts)]
+    return [(a, b - a, (b - a) * payload_bytes) for a, b in pairwise(edges)]

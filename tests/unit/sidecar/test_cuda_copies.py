@@ -1,0 +1,278 @@
+"""The ways of copying on a GPU: which is chosen, what it calls, and the kernel itself.
+
+The kernel's own source runs here, compiled for this processor (support/fake_kernel.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_void_p
+
+import numpy as np
+import pytest
+import structlog
+from kvferry_sidecar.engines import cuda, cuda_choice, cuda_kernel
+from kvferry_sidecar.engines.base import Direction, PoolSpan
+from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
+from kvferry_sidecar.engines.cuda_choice import Ways, find_ways
+from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
+from kvferry_sidecar.engines.cuda_modes import MODES, RectMover, descriptors_max, movers_of
+from kvferry_sidecar.engines.cuda_parts import Part, joined, segments_of
+from support.copying import SHAPES, Pool, Shape, extents_of, layer_outermost
+from support.fake_cuda import FakeGpu, GpuEngineMemory, fake_ptx, library
+from support.waiting import wait_until
+
+LOG = structlog.get_logger()
+STREAM = c_void_p(7)  # the fake driver's only one
+
+
+@pytest.fixture
+def driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    monkeypatch.setattr(cuda_kernel, "compile_ptx", fake_ptx)
+    found = Driver(str(library()))
+    found.use(0)
+    return found
+
+
+class Bed:
+    """Pages on the fake GPU, and pinned memory that stands for the pool."""
+
+    def __init__(self, driver: Driver, shape: Shape) -> None:
+        self.shape, self.driver = shape, driver
+        self.memory = GpuEngineMemory(shape.total_bytes)
+        self.layout = shape.layout(self.memory)
+        self.pool = Pool(4 << 20)
+        driver.pin(self.pool.address, self.pool.total_bytes)
+
+    def part(self, direction: Direction, blocks: list[int], gap: int = 64) -> Part:
+        payload = self.shape.payload_bytes
+        step = (payload + gap + 15) // 16 * 16 if gap else payload
+        hosts = self.pool.address + np.arange(len(blocks), dtype=np.int64) * step
+        return Part(self.layout, direction, np.array(blocks, np.int64), hosts)
+
+
+def mover(driver: Driver, name: str) -> object:
+    movers, _ = movers_of(driver, 0, name)
+    return next(one for one in movers if one.name == name)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_segments_are_the_runs_of_each_chunk(driver: Driver, shape: Shape) -> None:
+    bed = Bed(driver, shape)
+    blocks = [3, 1, 2]
+    part = bed.part(Direction.GATHER, blocks)
+    found = segments_of(part)
+    base = bed.layout.memory.address
+    got = sorted(
+        zip(found.host.tolist(), found.device.tolist(), found.lengths.tolist(), strict=True)
+    )
+    want = []
+    for block, host in zip(blocks, part.hosts.tolist(), strict=True):
+        at = 0
+        for run in shape.runs(block):
+            want.append((host + at, base + run.start, run.stop - run.start))
+            at += run.stop - run.start
+    assert got == sorted(want)
+
+
+def test_payloads_that_follow_each_other_are_one_copy() -> None:
+    hosts = np.array([100, 110, 120, 200, 50, 60], np.int64)
+    assert joined(hosts, 10) == [(0, 3, 30), (3, 1, 10), (4, 2, 20)]
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda one: one.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_the_kernel_stores_each_byte_once(
+    gpu: FakeGpu, driver: Driver, shape: Shape, direction: Direction
+) -> None:
+    bed = Bed(driver, shape)
+    part = bed.part(direction, [2, 5, 1])
+    before = gpu.stores()
+    kept = mover(driver, "kernel").move(part, STREAM)
+    del kept
+    kinds = {(rect.length, rect.stride) for rect in bed.layout.rects}
+    assert len(gpu.calls("cuLaunchKernel")) == len(kinds)
+    assert gpu.stores() - before == part.moved_bytes
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_every_way_moves_the_same_bytes(driver: Driver, shape: Shape, name: str) -> None:
+    bed = Bed(driver, shape)
+    blocks = [4, 1, 6, 2]
+    for gap in (0, 48):
+        mover(driver, name).move(part := bed.part(Direction.GATHER, blocks, gap), STREAM)
+        for block, host in zip(blocks, part.hosts.tolist(), strict=True):
+            got = ctypes.string_at(host, shape.payload_bytes)
+            assert got == shape.read(bed.memory.view, block)
+        bed.memory.view[:] = 9
+        mover(driver, name).move(bed.part(Direction.SCATTER, blocks, gap), STREAM)
+        for block, host in zip(blocks, part.hosts.tolist(), strict=True):
+            got = ctypes.string_at(host, shape.payload_bytes)
+            assert got == shape.read(bed.memory.view, block)
+
+
+def test_a_batch_has_few_enough_descriptors(gpu: FakeGpu, driver: Driver) -> None:
+    shape = layer_outermost(100, 64, 64, 101, start=0)
+    bed = Bed(driver, shape)
+    part = bed.part(Direction.GATHER, list(range(1, 101)))
+    mover(driver, "batch").move(part, STREAM)
+    assert len(gpu.calls("cuMemcpyBatchAsync")) == -(-100 * 100 // descriptors_max) == 3
+
+
+@pytest.mark.parametrize("width", cuda_kernel.VECTORS)
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_every_variant_of_the_kernel_compiles(architecture: int, width: int) -> None:
+    try:
+        ptx = cuda_kernel.compile_ptx(architecture, width)
+    except CudaError as error:
+        if "NVRTC is not here" in str(error):
+            pytest.skip(str(error))
+        raise
+    text = ptx.decode()
+    assert f".target sm_{architecture}" in text
+    assert ".entry kv_move(" in text
+    wanted = {16: "ld.global.cs.v4.u32", 8: "ld.global.cs.v2.u32", 4: "ld.global.cs.u32",
+              1: "ld.global.cs.u8"}[width]  # fmt: skip
+    assert any(
+        variant in text
+        for variant in (wanted, wanted.replace(".u", ".b"), wanted.replace(".u", ".s"))
+    )
+
+
+def test_an_error_of_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_kernel, "SOURCE", 'extern "C" __global__ void kv_move() { nonsense }')
+    try:
+        with pytest.raises(CudaError, match=r"nonsense|NVRTC is not here"):
+            cuda_kernel.compile_ptx.__wrapped__(90, 16)
+    finally:
+        cuda_kernel.compile_ptx.cache_clear()
+
+
+def test_the_widest_vector_divides_everything() -> None:
+    assert cuda_kernel.width_of(32, 48, 4096) == 16
+    assert cuda_kernel.width_of(32, 4680) == 8
+    assert cuda_kernel.width_of(32, 4680, 12) == 4
+    assert cuda_kernel.width_of(32, 6) == 1
+
+
+# --- choosing ---------------------------------------------------------------------------------
+
+
+def test_what_a_driver_lacks_is_done_without(
+    gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [one.name for one in movers_of(driver, 0, "auto")[0]] == ["kernel", "batch", "rect"]
+    shape = SHAPES[0]
+    bed = Bed(driver, shape)
+    gpu.without_batches(True)
+    movers, reasons = movers_of(driver, 0, "auto")
+    assert [one.name for one in movers] == ["kernel", "rect"]
+    assert "driver is too old" in reasons[0]
+    movers[0].move(part := bed.part(Direction.GATHER, [1, 2]), STREAM)  # copies one by one
+    assert ctypes.string_at(int(part.hosts[1]), 64) == shape.read(bed.memory.view, 2)[:64]
+
+    def no_compiler(_architecture: int, _width: int) -> bytes:
+        raise CudaError("NVRTC is not here")
+
+    monkeypatch.setattr(cuda_kernel, "compile_ptx", no_compiler)
+    assert [one.name for one in movers_of(driver, 0, "auto")[0]] == ["rect"]
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda one: one.name)
+def test_ways_are_compared_on_memory_of_our_own(
+    gpu: FakeGpu, driver: Driver, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Bed(driver, SHAPES[0]).part(direction, [1, 2])
+    times = {"kernel": 1.0, "batch": 0.9, "rect": 2.0}
+    monkeypatch.setattr(cuda_choice, "_seconds", lambda _d, one, _p, _s: times[one.name])
+    ways = find_ways(driver, 0, direction, STREAM, mode="auto", log=LOG)
+    assert set(ways.best.values()) == {"batch"}
+    times["kernel"] = 0.59  # by enough that its share of the engine's time is worth it
+    ways.close()
+    ways = find_ways(driver, 0, direction, STREAM, mode="auto", log=LOG)
+    assert set(ways.best.values()) == {"kernel"}
+    assert ways.choose(part).name == "kernel"
+    ways.close()
+    allocated = len(gpu.calls("cuMemAlloc_v2"))
+    assert len(gpu.calls("cuMemFree_v2")) == allocated, "nothing stays on the GPU"
+    assert len(gpu.calls("cuMemFreeHost")) == len(gpu.calls("cuMemHostAlloc")) == 2
+    assert allocated == 4
+
+
+def test_comparing_runs_every_way(gpu: FakeGpu, driver: Driver) -> None:
+    ways = find_ways(driver, 0, Direction.SCATTER, STREAM, mode="auto", log=LOG)
+    assert len(ways.best) == len(cuda_choice.PAGES) * len(cuda_choice.CHUNKS)
+    for call in ("cuLaunchKernel", "cuMemcpyBatchAsync", "cuMemcpy2DAsync_v2"):
+        assert gpu.calls(call), call
+    ways.close()
+
+
+def test_a_full_gpu_is_left_with_2d_copies(gpu: FakeGpu, driver: Driver) -> None:
+    gpu.fail("cuMemAlloc_v2", 2, after=1)  # the staging fits, the comparison does not
+    ways = find_ways(driver, 0, Direction.GATHER, STREAM, mode="auto", log=LOG)
+    assert [one.name for one in ways.movers] == ["rect"]
+    assert gpu.calls("cuMemFree_v2"), "the staging was given back"
+
+
+def test_what_does_not_fit_into_the_staging_goes_another_way(driver: Driver) -> None:
+    movers, _ = movers_of(driver, 0, "kernel")
+    shape = layer_outermost(2, 9 << 20, 9 << 20, 3)
+    part = Bed(driver, shape).part(Direction.GATHER, [1])
+    ways = Ways(movers, dict.fromkeys(((65536, 4),), "kernel"))
+    assert isinstance(ways.choose(part), RectMover)
+
+
+# --- loads before saves, share of the time ---------------------------------------------------
+
+
+def two_slices(monkeypatch: pytest.MonkeyPatch, driver: Driver, **options: int) -> CudaCopyEngine:
+    monkeypatch.setattr(cuda, "slice_bytes_max", 1)
+    pool = Pool(1 << 20)
+    span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 16, pool)
+    engine = CudaCopyEngine(span, LOG, driver, GpuOptions("rect", **options))
+    engine.pin(driver, 0)
+    return engine
+
+
+def test_a_save_stands_back_between_slices_while_there_are_loads(
+    gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "yield_ms_max", 60_000)
+    engine = two_slices(monkeypatch, driver)
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    engine._loads[0] = 1  # a load is open
+    gpu.forget()
+    engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
+    wait_until(lambda: gpu.calls("cuStreamSynchronize"), "the first slice is done")
+    assert engine.collect() == []
+    with engine._moved:
+        engine._loads[0] = 0
+        engine._moved.notify_all()
+    found = wait_until(engine.collect, "the save goes on")
+    assert found[0].moved_bytes == 2 * shape.payload_bytes
+    engine.close()
+
+
+def test_a_cancel_ends_the_rest_of_a_share(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = two_slices(monkeypatch, driver, share_percent=1)
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    began = threading.Event()
+    stand_back = engine._stand_back
+
+    def long_rest(job: object, _slice_s: float) -> None:
+        began.set()
+        stand_back(job, 3600.0)
+
+    monkeypatch.setattr(engine, "_stand_back", long_rest)
+    engine.submit(1, Direction.SCATTER, extents_of(layout, [1, 2], [0, 65536], crc=False))
+    assert began.wait(30)
+    with ThreadPoolExecutor(1) as closing:
+        closing.submit(engine.close).result(30)
+    (result,) = engine.collect()
+    assert result.moved_bytes == shape.payload_bytes
