@@ -35,11 +35,17 @@ class WorkerChild:
     ) -> None:
         child = [sys.executable, "-m", "support.engine_child", str(run_dir), life.hex(), instance]
         child += ["gpu"] * gpu
+        environment = dict(os.environ)
+        if gpu:
+            from support.fake_cuda import as_driver
+
+            environment |= as_driver()
         self.process = subprocess.Popen(
             [*prefix, *child],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=environment,
             cwd=Path(__file__).parents[1],
         )
 

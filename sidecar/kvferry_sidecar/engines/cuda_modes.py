@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,10 +223,11 @@ class KernelMover:
             row_at += 16 * len(rows)
         return kept
 
-    def _run(self, function: c_void_p, arguments: tuple[object, ...], stream: c_void_p) -> object:
-        pointers = (c_void_p * len(arguments))(
-            *(ctypes.addressof(argument) for argument in arguments)  # type: ignore[arg-type]  # ctypes numbers
-        )
+    def _run(
+        self, function: c_void_p, arguments: tuple[ctypes._SimpleCData[Any], ...], stream: c_void_p
+    ) -> object:
+        places = [ctypes.addressof(argument) for argument in arguments]
+        pointers = (c_void_p * len(places))(*places)
         self._driver(
             "cuLaunchKernel", function, _BLOCKS_PER_LAUNCH, 1, 1, cuda_kernel.THREADS, 1, 1, 0,
             stream, pointers, None,

@@ -20,7 +20,7 @@ from kvferry_sidecar.engines.cuda_driver import ERRORS, CudaError, Driver, error
 from kvferry_sidecar.engines.cuda_memory import CudaMemories, PinnedPool, chunk_cuts
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory, Rect
 from support.copying import SHAPES, Shape
-from support.fake_cuda import FakeGpu, bytes_at, library
+from support.fake_cuda import FakeGpu, as_driver, bytes_at, library
 from support.waiting import wait_until
 
 LOG = structlog.get_logger()
@@ -28,7 +28,7 @@ ALLOCATION_BYTES = 1 << 16
 CHILD = f"""
 import sys, msgspec
 from kvferry_connector.cuda import Driver
-from support.fake_cuda import FakeGpu, bytes_at, library
+from support.fake_cuda import FakeGpu, as_driver, bytes_at, library
 gpu, driver = FakeGpu(), Driver(str(library()))
 address = gpu.alloc({ALLOCATION_BYTES}, device=1)
 bytes_at(address, {ALLOCATION_BYTES})[:] = 42
@@ -43,13 +43,14 @@ def memories(gpu: FakeGpu) -> CudaMemories:
     return CudaMemories(Driver(str(library())), LOG)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def exported() -> Iterator[CudaMemory]:
-    """Memory of another process."""
+    """Memory of another process, opened and closed by each test."""
     path = os.pathsep.join(sys.path)
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | as_driver() | {"PYTHONPATH": path},
     )  # fmt: skip
     assert child.stdin is not None
     assert child.stdout is not None
