@@ -34,6 +34,7 @@ def gpu() -> Iterator[FakeGpu]:
     yield gpu
     gpu.fail("", 0)
     gpu.without_batches(False)
+    gpu.with_kernels(False)
     gpu.free_all()
 
 

@@ -76,6 +76,7 @@ FACTORIES: list[Callable[[Pool, object], CopyEngine]] = [host, cuda, cuda_batch,
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake driver has the kernel itself; comparing the ways has a test of its own."""
     if not ON_GPU:
+        FakeGpu().with_kernels(True)
         monkeypatch.setattr("kvferry_sidecar.engines.cuda_kernel.compile_ptx", fake_ptx)
         monkeypatch.setattr("kvferry_sidecar.engines.cuda_choice._compare", preferred)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from kvferry_connector.wire.attach import Ready
+from kvferry_connector.wire.hot import Release
 from support.books import read_status, wait_settled
 from support.engine_child import WorkerChild
 from support.fake_cuda import library
@@ -89,5 +90,6 @@ def test_the_next_engine_maps_its_own_memory(sidecar: SidecarUnderTest) -> None:
         assert child.do("save next") == "saved"
     with engine_of_two(sidecar, "second") as (engine, child):
         assert mappings(sidecar, child.process.pid) == 1
-        _, answer = engine.lease("next", 3)
+        admission, answer = engine.lease("next", 3)
         assert answer.hit_tokens == 48, "what the first saved outlives its memory"
+        engine.scheduler.send(Release([admission]))  # or the drain would wait for it

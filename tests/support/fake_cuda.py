@@ -129,6 +129,10 @@ class FakeGpu:
         """How many bytes kernels have stored so far."""
         return int(ctypes.c_ulonglong.in_dll(self._fake, "fake_stores").value)
 
+    def with_kernels(self, there: bool) -> None:
+        """Run kernels, which a test has "compiled" by ``fake_ptx``; else they are refused."""
+        self._fake.fake_with_kernels(int(there))
+
     def without_batches(self, missing: bool) -> None:
         """Have a driver that is older than batches of copies."""
         self._fake.fake_without_batches(int(missing))

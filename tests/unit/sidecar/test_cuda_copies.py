@@ -32,6 +32,7 @@ STREAM = c_void_p(7)  # the fake driver's only one
 @pytest.fixture
 def driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(cuda_kernel, "compile_ptx", fake_ptx)
+    gpu.with_kernels(True)
     found = Driver(str(library()))
     found.use(0)
     return found
