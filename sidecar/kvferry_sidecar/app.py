@@ -42,6 +42,7 @@ from kvferry_sidecar.observe.progress import Progress, countdown
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.quarantine import Quarantine
 from kvferry_sidecar.reload import Reloader
+from kvferry_sidecar.sessions import tenants
 from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer
@@ -276,6 +277,7 @@ class App:
             push=self._push,
             log=self._log,
             retention=config.retention,
+            tenants=tenants.parse(config.namespaces.bound),
         )
 
     def _build_sockets(self, stack: contextlib.ExitStack) -> None:
@@ -291,6 +293,8 @@ class App:
             find=self._registry.find,
             on_message=self._pipeline.on_message,
             log=self._log,
+            # Then halves of other users, in the run directory's group, connect too.
+            socket_mode=0o660 if config.namespaces.bound else 0o600,
             faults=self._faults.frames,
         )
         stack.callback(self._transport.close)

@@ -21,6 +21,7 @@ from kvferry_connector.wire.names import run_dir_bytes_max
 from kvferry_sidecar import policies, settings, slow_tiers
 from kvferry_sidecar.errors import ConfigError, PoolSegmentError
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.sessions import tenants
 from kvferry_sidecar.settings import Setting
 from kvferry_sidecar.slow_tiers import DiskTierConfig, RemoteTierConfig
 from kvferry_sidecar.stages.modes import LoadModes
@@ -75,6 +76,7 @@ class NamespacesConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds per namespace (policies.py)."""
 
     rules: str
+    bound: str  # tenants to users and groups: sessions/tenants.py
 
 
 class CopyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -299,6 +301,7 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "tiers.host.bytes": POOL_BYTES,
         "tiers.host.name": f"kvferry-{os.getuid()}",
         "namespaces.rules": "",
+        "namespaces.bound": "",
         "copy.threads": min(max(cpus // 4, 1), 8),
         "copy.gpu": False,
         "copy.gpu_mode": "auto",
@@ -346,6 +349,7 @@ def _decode(values: dict[str, Setting]) -> Loaded:
 def _check(config: Config, values: Mapping[str, Setting]) -> None:
     slow_tiers.check_disk(config.tiers.disk, values)
     slow_tiers.check_remote(config.tiers.remote, values)
+    tenants.parse(config.namespaces.bound, values["namespaces.bound"].origin)
     policies.parse(config.namespaces.rules, values["namespaces.rules"].origin)
     if config.faults.rules and not config.faults.enabled:
         raise ConfigError(

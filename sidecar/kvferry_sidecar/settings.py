@@ -24,6 +24,7 @@ may_be_empty = (
     "tiers.remote.password_file",
     "faults.rules",
     "namespaces.rules",
+    "namespaces.bound",
     "tiers.remote.library",
     "tiers.remote.device",
     "tiers.remote.host",

@@ -33,7 +33,7 @@ from kvferry_sidecar.sessions.connection import (
     SlowReaderError,
     close_all,
 )
-from kvferry_sidecar.sessions.identity import IdentityError, peer_uid, uid_allowed, verify
+from kvferry_sidecar.sessions.identity import IdentityError, credentials_of, uid_allowed, verify
 from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.sessions.registry import Claim, Registry
@@ -185,15 +185,9 @@ class AttachServer:
                         "limits.connections_max",
                     )
                 )
-            uid = peer_uid(stream)
-            if not uid_allowed(uid):
-                raise _RefusedError(
-                    Refused(
-                        "uid",
-                        f"uid {uid} may not attach; run engine and sidecar as one uid "
-                        f"(this is uid {os.geteuid()})",
-                    )
-                )
+            who = credentials_of(stream)
+            if not uid_allowed(who.uid) and not self._registry.tenants.admits(who):
+                raise _RefusedError(hello_checks.refused_user(who.uid))
 
     def _on_events(self, connection: Connection, events: int, now_s: float) -> None:
         with self._closing_on_failure(connection):
@@ -225,6 +219,8 @@ class AttachServer:
             case wire.StatusQuery():
                 if peer is None:
                     self._restart_deadline(connection)
+                if not uid_allowed(credentials_of(connection.stream).uid):
+                    raise _RefusedError(Refused("uid", "the status is the sidecar's own user's"))
                 self._send(connection, wire.StatusReply(self._status()))
             case wire.Hello():
                 if peer is not None:
@@ -254,9 +250,10 @@ class AttachServer:
         fds = connection.take_fds()
         try:
             protocol = hello_checks.check(message, len(fds))
-            life = verify(connection.stream, fds[0], message.pid)
+            life = verify(connection.stream, fds[0], message.pid, self._registry.tenants)
             offer = hello_checks.map_offer(message, fds[1:], life.inode, self._open_device)
-            peer = self._registry.attach(Claim(message, protocol, life.inode, offer), now_s)
+            claim = Claim(message, protocol, life.inode, offer, life.who)
+            peer = self._registry.attach(claim, now_s)
             if isinstance(peer, Refused):
                 raise _RefusedError(peer)
             if not self._liveness.watches(peer):

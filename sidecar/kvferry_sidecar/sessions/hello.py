@@ -74,6 +74,15 @@ def check(hello: Hello, fds: int) -> int:
     return protocol
 
 
+def refused_user(uid: int) -> Refused:
+    """Return the answer to a process of a user who may not attach."""
+    return Refused(
+        "uid",
+        f"uid {uid} may not attach; run engine and sidecar as one uid (this is uid "
+        f"{os.geteuid()}), or bind a tenant to it (namespaces.bound)",
+    )
+
+
 def map_offer(hello: Hello, fds: Sequence[int], life: int, open_device: OpenDevice) -> Offer:
     """Map the fence page and the memories; ``fds`` in Hello's order, and they stay the caller's.
 

@@ -7,7 +7,8 @@ A half passes a pidfd of itself. It must be the process that connected:
 * Without ``SO_PEERPIDFD``: what was passed must be a pidfd at all, and the connecting uid decides.
   (SO_PEERCRED's pid is of no use: it is 0 across sibling PID namespaces.)
 
-In every case the connecting uid must be ours or root. Neither holds: refused.
+In every case the connecting uid must be ours or root, or one that an operator has bound a tenant to
+(tenants.py). Neither holds: refused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvferry_sidecar.sessions.tenants import NOBODY_BOUND, Credentials, Tenants
 
 SO_PEERPIDFD = 77  # not in Python's socket module
 _UCRED = struct.Struct("iII")
@@ -38,26 +41,28 @@ class Life:
     """
 
     inode: int
-    uid: int
+    who: Credentials
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Return the uid that connected, as this user namespace sees it."""
+def credentials_of(connection: socket.socket) -> Credentials:
+    """Return uid and gid of who connected, as this user namespace sees them."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    _, uid, _ = _UCRED.unpack(raw)
-    return int(uid)
+    _, uid, gid = _UCRED.unpack(raw)
+    return Credentials(int(uid), int(gid))
 
 
-def verify(connection: socket.socket, passed: int, claimed_pid: int) -> Life:
+def verify(
+    connection: socket.socket, passed: int, claimed_pid: int, tenants: Tenants = NOBODY_BOUND
+) -> Life:
     """Check that ``passed`` is a pidfd of the process that connected.
 
     ``claimed_pid`` only tells lives apart on kernels without pidfs across PID namespaces. Raises
     IdentityError with the reason, OSError where this process is out of descriptors; no descriptor
     is kept or closed.
     """
-    uid = peer_uid(connection)
-    if not uid_allowed(uid):
-        raise IdentityError(f"uid {uid} connected; only uid {os.geteuid()} and root may")
+    who = credentials_of(connection)
+    if not uid_allowed(who.uid) and not tenants.admits(who):
+        raise IdentityError(f"uid {who.uid} connected; only uid {os.geteuid()} and root may")
     if not is_pidfd(passed):
         raise IdentityError("the first descriptor is no pidfd")
     own = _peer_pidfd(connection)
@@ -68,7 +73,12 @@ def verify(connection: socket.socket, passed: int, claimed_pid: int) -> Life:
             os.close(own)
     if proven_dead(passed):
         raise IdentityError("the process of the passed pidfd has ended")
-    return Life(_life_inode(passed, claimed_pid), uid)
+    return Life(_life_inode(passed, claimed_pid), who)
+
+
+def own_credentials() -> Credentials:
+    """Return this process's."""
+    return Credentials(os.geteuid(), os.getegid())
 
 
 def uid_allowed(uid: int) -> bool:

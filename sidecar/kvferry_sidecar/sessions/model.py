@@ -12,6 +12,7 @@ from kvferry_connector.wire.attach import RegisterEngine, RegisterRank
 from kvferry_native import Layout, Mapping
 
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
+from kvferry_sidecar.sessions.tenants import Credentials
 
 
 class SessionKey(NamedTuple):
@@ -72,6 +73,7 @@ class Peer:
     fence: Mapping | None = None
     memories: dict[int, Mapping | DeviceMemory] = field(default_factory=dict)
     geometry: RankGeometry | None = None
+    who: Credentials = field(default_factory=lambda: Credentials(0, 0))  # of its process
     connected: bool = True  # the lifeline stream is open (a hint, never a proof)
     last_beat_s: float = 0.0
     registration: RegisterEngine | RegisterRank | None = None  # as last accepted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, Session
 from kvferry_sidecar.sessions.rules import rules_of, save_rule_of
+from kvferry_sidecar.sessions.tenants import Credentials
 
 
 def half_of(session: Session, rank: int) -> Peer | None:
@@ -15,6 +16,11 @@ def halves(session: Session) -> list[Peer]:
     """Return all halves, the scheduler half first."""
     workers = [session.workers[rank] for rank in sorted(session.workers)]
     return workers if session.scheduler is None else [session.scheduler, *workers]
+
+
+def of_user(session: Session, who: Credentials) -> bool:
+    """Whether all halves there are run as this user and group."""
+    return all(half.who == who for half in halves(session))
 
 
 def complete(session: Session) -> list[RankGeometry] | None:

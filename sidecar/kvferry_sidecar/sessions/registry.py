@@ -35,9 +35,11 @@ from kvferry_sidecar.geometry.identity import nearest_namespace
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.sessions import agreement, readiness
 from kvferry_sidecar.sessions.events import SessionEvents
+from kvferry_sidecar.sessions.identity import own_credentials, uid_allowed
 from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, Session, SessionKey
 from kvferry_sidecar.sessions.rules import retention_of
+from kvferry_sidecar.sessions.tenants import NOBODY_BOUND, Credentials, Tenants
 
 leaving_check_s = 0.05  # how often a left half's copies are asked for (they also wake the loop)
 
@@ -64,6 +66,7 @@ class Claim:
     protocol: int
     life_inode: int
     offer: Offer
+    who: Credentials = field(default_factory=own_credentials)
 
 
 class Registry:
@@ -83,7 +86,9 @@ class Registry:
         push: Callable[[Peer, ToPeer], None],
         log: Log,
         retention: str = "engine",
+        tenants: Tenants = NOBODY_BOUND,
     ) -> None:
+        self.tenants = tenants
         self._limits, self._retention = limits, retention
         self._events = events
         self._liveness = liveness
@@ -128,6 +133,8 @@ class Registry:
         old = readiness.half_of(session, hello.rank) if session is not None else None
         if old is not None and old.life_inode != claim.life_inode:
             return _taken(hello, old)
+        if self.tenants.bound and session is not None and not readiness.of_user(session, claim.who):
+            return Refused("uid", "another user's process is a half of this engine already")
         if old is not None:
             old.protocol, old.connected, old.last_beat_s = claim.protocol, True, now_s
             self._offers[old] = claim.offer
@@ -168,6 +175,7 @@ class Registry:
             routing_id=b"K" + self._generation.to_bytes(8, "big") + secrets.token_bytes(8),
             protocol=claim.protocol,
             life_inode=claim.life_inode,
+            who=claim.who,
             pid=hello.pid,
             fence=claim.offer.fence,
             last_beat_s=now_s,
@@ -215,6 +223,9 @@ class Registry:
         """Take (or confirm) a worker half's registration; ``settle`` comes after the reply."""
         if peer.role != "worker":
             return Refused("role", "the scheduler half registers with RegisterEngine")
+        own = uid_allowed(peer.who.uid)
+        if refused := self.tenants.refusal(peer.who, message.identity, own=own):
+            return refused
         offer = self._offers.get(peer, Offer())
         found = agreement.check_again(peer, message, offer.backing)
         if found:
