@@ -47,9 +47,33 @@ const Geometry = ({ session }) => {
   );
 };
 
+const Held = ({ pool }) => {
+  const { data, error } = usePoll("namespaces", 3000);
+  return (
+    <Panel title="Held in the pool" wide note={error || "Quotas and times to live: docs, namespaces.rules. To drop or pin a namespace: Actions."}>
+      <Table
+        empty="The pool is empty."
+        columns={["namespace", "last engine", "model", "tenant", "objects", "bytes", "of the pool", "quota", "time to live"]}
+        rows={(data ?? []).map((n) => [
+          n.namespace.slice(0, 16) || "not known",
+          n.engine || "–",
+          n.model || "–",
+          n.tenant || "–",
+          count(n.objects),
+          bytes(n.total_bytes),
+          percent(n.total_bytes, pool.total_bytes),
+          n.quota_bytes ? `${bytes(n.quota_bytes)} (${percent(n.total_bytes, n.quota_bytes)} full)` : "none",
+          n.ttl_s ? seconds(n.ttl_s) : "none",
+        ])}
+      />
+    </Panel>
+  );
+};
+
 export const Namespaces = ({ status }) => (
   <div class="grid">
-    <Panel title="Namespaces" wide note="Bytes and quotas per namespace are not counted: objects do not name theirs.">
+    <Held pool={status.pool} />
+    <Panel title="Namespaces of engines" wide>
       <Table
         empty="No engine is attached."
         columns={["namespace", "engine", "model", "tokens of a block", "saved", "not shared because"]}
@@ -116,20 +140,30 @@ const ACTIONS = [
   ["drain", "Take no new work, end what is in flight, and exit.", {}],
 ];
 
-const Action = ({ name, text, body, token }) => {
+// Carry an action out; one that works page by page is asked again until it has seen all of the pool.
+const whole = async (name, body, token) => {
+  let all = await act(name, body, token);
+  for (let told = all; told.next != null; ) {
+    told = await act(name, { ...body, first: told.next }, token);
+    all = { ...told, objects: all.objects + told.objects, bytes: all.bytes + told.bytes, refused: all.refused + told.refused };
+  }
+  return all;
+};
+
+const Action = ({ name, title = name, text, body, token, children }) => {
   const [planned, plan] = useState(null);
   const [told, tell] = useState("");
   const run = (dry_run) =>
-    act(name, { ...body, dry_run }, token).then(
+    whole(name, { ...body, dry_run }, token).then(
       (did) => (dry_run ? plan(did) : (plan(null), tell(`done: ${JSON.stringify(did)}`))),
       (error) => (plan(null), tell(error.message)),
     );
   return (
     <div class="action">
       <p class="what">
-        <strong>{name}</strong> {text}
+        <strong>{title}</strong> {text} {children}
       </p>
-      {!planned && <button onClick={() => run(true)}>{name} …</button>}
+      {!planned && <button onClick={() => run(true)}>{title} …</button>}
       {planned && (
         <p role="alert" class="told">
           It would: <code>{JSON.stringify(planned)}</code>{" "}
@@ -148,6 +182,49 @@ const Action = ({ name, text, body, token }) => {
   );
 };
 
+const PINS = [["hard", "Never evict them"], ["soft", "Evict them last"], ["none", "Unpin them"]];
+
+// Objects of one namespace: dropped or pinned.
+const Objects = ({ token }) => {
+  const { data } = usePoll("namespaces", 10000);
+  const [chosen, choose] = useState("");
+  const [pin, setPin] = useState("hard");
+  const fits = { namespace: chosen };
+  if (!data?.length) return null;
+  return (
+    <>
+      <h2>Objects of a namespace</h2>
+      <div class="filters">
+        <label>
+          namespace{" "}
+          <select value={chosen} onChange={(e) => choose(e.target.value)}>
+            <option value="">choose one</option>
+            {data.map((n) => (
+              <option key={n.namespace} value={n.namespace}>
+                {n.namespace.slice(0, 16)} {n.model} ({bytes(n.total_bytes)})
+              </option>
+            ))}
+          </select>
+        </label>
+      </div>
+      {chosen && (
+        <div key={chosen}>
+          <Action name="drop-objects" title="drop" text="Forget them in the pool and in slower tiers." body={{ fits, tiers: "all" }} token={token} />
+          <Action name="pin-objects" title="pin" text="" body={{ fits, pin }} token={token} key={pin}>
+            <select aria-label="pin" value={pin} onChange={(e) => setPin(e.target.value)}>
+              {PINS.map(([value, text]) => (
+                <option key={value} value={value}>
+                  {text}
+                </option>
+              ))}
+            </select>
+          </Action>
+        </div>
+      )}
+    </>
+  );
+};
+
 export const Actions = () => {
   const [token, setToken] = useState("");
   return (
@@ -158,6 +235,7 @@ export const Actions = () => {
       {ACTIONS.map(([name, text, body]) => (
         <Action key={name} name={name} text={text} body={body} token={token} />
       ))}
+      <Objects token={token} />
     </Panel>
   );
 };

@@ -152,31 +152,28 @@ const judged = (one) => {
 };
 
 const BreakEven = ({ pipeline }) => {
-  const engines = entries(pipeline.breaker);
   const tokens = pipeline.journal.load_tokens.done ?? 0;
   return (
     <Panel
       title="Break-even"
-      note={
-        engines.length
-          ? "Per token, lately: loading from the engine's step to the last rank's end, computing as the engine measures it."
-          : "No engine has said yet what computing a token costs it; it does with its heartbeats, after its first prefills."
-      }
+      wide
+      note={`Per token, lately: loading from the engine's step to the last rank's end, computing as the engine measures it${
+        tokens ? `. A loaded token was ${bytes(pipeline.ledger.loaded_bytes / tokens)}` : ""
+      }.`}
     >
-      {engines.map(([name, one]) => (
-        <Facts
-          key={name}
-          rows={[
-            ["engine", name],
-            ["loading a token", micro(one.load_us)],
-            ["computing a token", micro(one.compute_us)],
-            ["verdict", judged(one)],
-            ["net time saved", seconds(one.saved_s)],
-            ["hits withheld", `${count(one.withheld)}, ${count(one.trials)} tried all the same`],
-          ]}
-        />
-      ))}
-      <Facts rows={[["bytes per loaded token", tokens ? bytes(pipeline.ledger.loaded_bytes / tokens) : "–"]]} />
+      <Table
+        empty="No engine has said yet what computing a token costs it; it does with its heartbeats, after its first prefills."
+        columns={["engine", "loading a token", "computing a token", "so", "net time saved", "hits withheld", "tried all the same"]}
+        rows={entries(pipeline.breaker).map(([name, one]) => [
+          name,
+          micro(one.load_us),
+          micro(one.compute_us),
+          judged(one),
+          seconds(one.saved_s),
+          count(one.withheld),
+          count(one.trials),
+        ])}
+      />
     </Panel>
   );
 };
@@ -258,11 +255,11 @@ const Evictions = ({ pool, residence }) => (
 const Prefixes = () => {
   const { data, error } = usePoll("prefixes?limit=10", 5000);
   return (
-    <Panel title="Hottest prefixes" wide note={error}>
+    <Panel title="Hottest prefixes" note={error}>
       <Table
         empty="Nothing has hit yet."
-        columns={["first chunk", "engine", "hits", "tokens", "longest", "last use"]}
-        rows={(data ?? []).map((p) => [p.key.slice(0, 12), p.engine, count(p.hits), count(p.hit_tokens), count(p.longest_tokens), `${seconds(p.last_use_s)} ago`])}
+        columns={["first chunk", "hits", "tokens", "longest", "last use"]}
+        rows={(data ?? []).map((p) => [<span title={p.engine}>{p.key.slice(0, 8)}</span>, count(p.hits), count(p.hit_tokens), count(p.longest_tokens), `${seconds(p.last_use_s)} ago`])}
       />
     </Panel>
   );
@@ -323,8 +320,8 @@ export const Overview = ({ live }) => {
       <Panel title="Evicted">
         <Chart series={series} unit={rate} lines={[["objects/s", "evicted", "--bad"]]} />
       </Panel>
-      <Latency pipeline={pipeline} />
       <BreakEven pipeline={pipeline} />
+      <Latency pipeline={pipeline} />
       <Evictions pool={pool} residence={pipeline.residence_seconds} />
       <Errors status={status} />
       <Queues pipeline={pipeline} />

@@ -36,7 +36,7 @@ export const Tiles = ({ rows }) => (
 );
 
 // Columns that hold sentences wrap; all others stay on one line and the table scrolls.
-const WORDS = new Set(["verdict", "facts", "found", "remedy", "events", "reason of state", "not shared because", "value", "ranks"]);
+const WORDS = new Set(["facts", "found", "remedy", "events", "reason of state", "not shared because", "value", "ranks"]);
 
 export const Table = ({ columns, rows, empty }) =>
   rows.length === 0 ? (
@@ -55,7 +55,7 @@ export const Table = ({ columns, rows, empty }) =>
           {rows.map((row, i) => (
             <tr key={i}>
               {row.map((cell, j) => (
-                <td key={j} class={WORDS.has(columns[j]) && cell ? "words" : ""}>
+                <td key={j} class={columns[j] === "in words" ? "words words-short" : WORDS.has(columns[j]) && cell ? "words" : ""}>
                   {cell}
                 </td>
               ))}

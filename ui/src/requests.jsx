@@ -26,7 +26,7 @@ export const Requests = ({ query }) => {
       </div>
       <Table
         empty="None is remembered."
-        columns={["request", "age", "prompt", "own", "hit", "load", "reason", "verdict"]}
+        columns={["request", "age", "prompt", "own", "hit", "load", "reason", "in words"]}
         rows={(data ?? []).map((r) => [link(r.request), seconds(r.age_s), count(r.prompt_tokens), count(r.local_tokens), count(r.hit_tokens), r.load, r.reason, r.verdict])}
       />
     </Panel>
@@ -35,32 +35,38 @@ export const Requests = ({ query }) => {
 
 const STAGES = ["fence", "queue", "copy"];
 
+// One row per event; what took time is a bar, with a job's stages in it. Lengths are shares of the whole.
 const Timeline = ({ record }) => {
-  const width = 1000;
   const span = Math.max(record.took_s, 1e-6);
-  const scale = (width - 330) / span;
+  const share = (s) => `${Math.min(100, Math.max(0, (100 * s) / span)).toFixed(2)}%`;
   return (
-    <svg class="timeline" viewBox={`0 0 ${width} ${record.timeline.length * 24 + 6}`} role="img" aria-label="timeline">
+    <div class="timeline" role="img" aria-label="timeline">
       {record.timeline.map((event, i) => {
-        const end = event.after_s * scale;
-        const length = event.seconds * scale;
-        const stages = STAGES.map((name) => [name, (event.stages?.[name] ?? 0) * scale]);
-        let at = end - stages.reduce((sum, [, long]) => sum + long, 0);
+        const stages = STAGES.map((name) => [name, event.stages?.[name] ?? 0]);
+        let at = event.after_s - stages.reduce((sum, [, s]) => sum + s, 0);
         return (
-          <g key={i}>
-            <rect x={Math.max(0, end - length)} y={i * 24 + 5} width={Math.max(length, 4)} height={13} rx={2} opacity={event.seconds ? 0.35 : 1} />
-            {stages.map(([name, long]) => {
-              const from = Math.max(0, at);
-              at += long;
-              return long > 0 && <rect key={name} class={name} x={from} y={i * 24 + 5} width={long} height={13} />;
-            })}
-            <text x={Math.max(end, 4) + 10} y={i * 24 + 16}>
-              {event.what} {event.tokens ? `${count(event.tokens)} tokens` : ""} {seconds(event.after_s)}
-            </text>
-          </g>
+          <div class="event" key={i}>
+            <span>
+              {event.what} {event.tokens ? `${count(event.tokens)} tokens` : ""}
+            </span>
+            <svg width="100%" height="14">
+              <rect class="all" width="100%" height="14" rx="3" />
+              {event.seconds > 0 && <rect class="took" x={share(event.after_s - event.seconds)} width={share(event.seconds)} height="14" />}
+              {stages.map(([name, s]) => {
+                const from = Math.max(0, at);
+                at += s;
+                return s > 0 && <rect key={name} class={name} x={share(from)} width={share(s)} height="14" />;
+              })}
+              {!event.seconds && <circle cx={share(event.after_s * 0.99 + span * 0.005)} cy="7" r="4" />}
+            </svg>
+            <span class="number">{seconds(event.after_s)}</span>
+          </div>
         );
       })}
-    </svg>
+      <p class="note">
+        <b class="fence">■</b> the engine's step <b class="queue">■</b> waiting for its turn <b class="copy">■</b> copying
+      </p>
+    </div>
   );
 };
 
