@@ -77,8 +77,7 @@ def test_answers_stay_bounded(sidecar):
     assert http.get("/metrics").text.count("\n") < 2000
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
+@pytest.mark.parametrize(("scheme", "size"), [("light", LAPTOP), ("dark", PHONE)])
 def test_the_page_shows_them(browser, sidecar, scheme, size, tmp_path):
     address = listens(sidecar)
     with opened(browser, address, color_scheme=scheme, viewport=size) as page:

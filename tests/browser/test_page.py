@@ -46,13 +46,17 @@ def address(tmp_path_factory):
         memory.close()
 
 
-@pytest.fixture(params=["light", "dark"])
+@pytest.fixture
 def page(browser, address, request):
     """A page whose every request and every complaint is looked at."""
-    with opened(browser, address, color_scheme=request.param) as one:
+    with opened(browser, address, color_scheme=getattr(request, "param", "light")) as one:
         yield one
 
 
+both_schemes = pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
+
+
+@both_schemes
 def test_every_panel_is_there_and_live(page, tmp_path):
     for title in PANELS:
         page.get_by_role("region", name=title, exact=True).wait_for()
@@ -152,6 +156,7 @@ def test_the_keyboard_reaches_the_views(page):
     page.wait_for_function("location.hash === '#/requests'")
 
 
+@both_schemes
 def test_a_phone_does_not_scroll_sideways(page, tmp_path):
     page.set_viewport_size(PHONE)
     for view in VIEWS:

@@ -18,6 +18,7 @@ from kvferry_sidecar.observe.http.guard import read_token
 from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
 from kvferry_sidecar.observe.http.window import Window
 from kvferry_sidecar.observe.mailbox import BusyError, Mailbox, questions_max
+from kvferry_sidecar.observe.progress import WorkStatus
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from support.http import Http
@@ -45,9 +46,12 @@ def served(tmp_path, stall_s_max=0.5):
 
 
 def test_while_the_pool_is_made_it_lives_and_has_not_started(tmp_path):
-    with served(tmp_path, stall_s_max=0.0) as (http, _):
+    with served(tmp_path, stall_s_max=0.0) as (http, window):
         assert http.get("/livez").status == 200
-        assert http.get("/startupz").status == 503
+        window.progress = lambda: [WorkStatus("pool", "bytes", 3 << 30, 8 << 30, 4.0, 6.7)]
+        startup = http.get("/startupz")
+        assert startup.status == 503
+        assert "is being made, 3221225472 of 8589934592 bytes" in startup.text
         assert "its pool is being made" in http.get("/readyz").text
         assert http.get("/metrics").status == 503
         assert http.get("/api/v1/status").json()["error"] == "unavailable"
