@@ -24,6 +24,7 @@ BENCHES = (
     "index",
     "policies",
     "curve",
+    "growth",
     "moved",
     "probe",
     "hooks",
