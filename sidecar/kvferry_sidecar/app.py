@@ -178,6 +178,7 @@ class App:
             faults=self._faults,
             traces=self._front.traces,
             progress=self._progress,
+            gpus=self._gpus,
             log=self._log,
         )
 
@@ -214,7 +215,9 @@ class App:
         )  # fmt: skip
         engine = SeveralCopyEngines(
             config.copy.threads, span, self._log, gpu=config.copy.gpu,
-            options=GpuOptions(config.copy.gpu_mode, config.copy.gpu_share_percent),
+            options=GpuOptions(
+                config.copy.gpu_mode, config.copy.gpu_share_percent, config.copy.threads
+            ),
         )  # fmt: skip
         stack.callback(engine.close)
 
@@ -226,6 +229,7 @@ class App:
             return device
 
         self._open_device = open_device
+        self._gpus = engine.gpus
         return self._faults.copies(engine)
 
     def _open_slow_tiers(self, stack: contextlib.ExitStack) -> SlowTiers:

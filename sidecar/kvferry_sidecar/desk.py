@@ -15,6 +15,7 @@ from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.config import Loaded
 from kvferry_sidecar.doctor.finding import Finding
+from kvferry_sidecar.engines.base import GpuUse
 from kvferry_sidecar.errors import RequestError
 from kvferry_sidecar.faults.kit import FaultKit
 from kvferry_sidecar.loop import Loop
@@ -138,6 +139,7 @@ class Desk:
         reload: Callable[[bool], dict[str, object]],
         faults: FaultKit,
         progress: Progress,
+        gpus: Callable[[], list[GpuUse]],
         traces: Traces | None = None,
         log: Log,
     ) -> None:
@@ -151,6 +153,7 @@ class Desk:
         self._reload = reload
         self._faults = faults
         self._progress = progress
+        self._gpus = gpus
         self._traces = traces
         self._log = log
         self._started_s = time.time()
@@ -316,6 +319,7 @@ class Desk:
             uptime_s=now_s - self._began_s,
             degraded=dict(self._degraded),
             traces=self._traces_status(),
+            gpus=self._gpus(),
             progress=self._progress.reading(),
         )
 

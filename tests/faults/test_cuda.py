@@ -111,6 +111,9 @@ def test_memory_is_closed_when_the_engine_leaves(sidecar: SidecarUnderTest, gpu:
     engine, halves = engine_of(sidecar, memory, "leaves")
     engine.put(PROMPT)
     assert device_mappings(sidecar) == 1
+    (use,) = sidecar.status()["gpus"]
+    assert use["mapped_bytes"] == memory.cuda.allocation_bytes
+    assert 0 < use["free_bytes"] < use["total_bytes"]
     for half in halves:
         half.leave()
     wait_until(lambda: device_mappings(sidecar) == 0, "the mapping of the engine's memory ends")

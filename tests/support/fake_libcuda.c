@@ -395,6 +395,19 @@ int cuMemcpyHtoDAsync_v2(uint64_t at, const void* host, size_t bytes, uintptr_t 
     return OK;
 }
 
+int cuDeviceGetPCIBusId(char* out, int length, int device) {
+    ENTER;
+    snprintf(out, length, "0000:FF:%02X.0", device);
+    return OK;
+}
+int cuMemGetInfo_v2(size_t* free_bytes, size_t* bytes) {
+    ENTER;
+    *bytes = (size_t)1 << 30;
+    *free_bytes = *bytes;
+    for (int i = 0; i < RANGES; ++i) *free_bytes -= ranges[i].bytes;
+    return OK;
+}
+
 // Kernels: the product's own source, compiled for this processor (fake_cuda.py), by its width.
 int fake_kernel(int width, unsigned blocks, unsigned threads, void** arguments);
 static int kernels;
@@ -463,13 +476,6 @@ int cuMemcpyHtoD_v2(uint64_t at, const void* host, size_t bytes) {
     Range* r = find(at);
     if (!r || at + bytes > r->base + r->bytes) return INVALID_VALUE;
     memcpy((void*)at, host, bytes);
-    return OK;
-}
-int cuMemGetInfo_v2(size_t* free_bytes, size_t* bytes) {
-    ENTER;
-    *bytes = (size_t)1 << 30;
-    *free_bytes = *bytes;
-    for (int i = 0; i < RANGES; ++i) *free_bytes -= ranges[i].bytes;
     return OK;
 }
 int cuCtxSynchronize(void) {

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry_sidecar.config import Loaded
+from kvferry_sidecar.engines.base import GpuUse
 from kvferry_sidecar.observe.progress import WorkStatus
 from kvferry_sidecar.observe.status import Document, HalfStatus, PoolStatus, SessionStatus
 from kvferry_sidecar.settings import size_text
@@ -44,6 +45,7 @@ def status(document: Document, *, everything: bool = False) -> RenderableType:
         parts.extend(Text(f"note: {note}", style="yellow") for note in session.notes)
     if document.pool:
         parts.append(_pool(document.pool))
+    parts.extend(Text(_gpu(gpu)) for gpu in document.gpus)
     if isinstance(document.pipeline, Mapping):
         parts.append(summary(document.pipeline))
         if told := curve(document.pipeline):
@@ -52,6 +54,15 @@ def status(document: Document, *, everything: bool = False) -> RenderableType:
     if isinstance(document.loop, Mapping) and everything:
         parts.append(_tree("loop", document.loop))
     return Group(*parts)
+
+
+def _gpu(gpu: GpuUse) -> str:
+    free, total, staging, mapped = map(
+        size_text, (gpu.free_bytes, gpu.total_bytes, gpu.staging_bytes, gpu.mapped_bytes)
+    )
+    return (
+        f"GPU {gpu.device}: {free} of {total} free, {staging} staging, {mapped} of engines mapped"
+    )
 
 
 def _work(work: WorkStatus) -> str:

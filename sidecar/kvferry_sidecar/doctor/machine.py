@@ -104,6 +104,12 @@ def check_locked_memory(machine: Machine, config: Config) -> Finding:
     if soft == resource.RLIM_INFINITY or soft >= config.tiers.host.bytes:
         return ok("locked memory", "the whole pool may be pinned")
     text = f"RLIMIT_MEMLOCK is {size_text(soft)}"
+    if config.copy.gpu:
+        return warn(
+            "locked memory",
+            f"{text}: a driver or sandbox that counts it refuses to pin the pool for a GPU",
+            "raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, IPC_LOCK)",
+        )
     if machine.names("sys/class/infiniband"):
         return warn(
             "locked memory",

@@ -68,6 +68,21 @@ class PoolSpan:
     owner: object = None
 
 
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """A GPU that is copied from and to. ``device``: its UUID in hexadecimal.
+
+    ``free_bytes`` and ``total_bytes`` are the driver's; ``staging_bytes`` is what copies allocated,
+    ``mapped_bytes`` the engines' memory that is open here. The driver's own context is in neither.
+    """
+
+    device: str
+    total_bytes: int
+    free_bytes: int
+    staging_bytes: int
+    mapped_bytes: int
+
+
 class CopyEngine(Protocol):
     """Moves bytes between engine memory and the pool, asynchronously."""
 

@@ -25,11 +25,19 @@ from kvferry_native import crc32c
 from numpy.typing import NDArray
 from structlog.typing import FilteringBoundLogger as Log
 
-from kvferry_sidecar.engines.base import CopyResult, CopyStatus, Direction, Extents, PoolSpan
+from kvferry_sidecar.engines.base import (
+    CopyResult,
+    CopyStatus,
+    Direction,
+    Extents,
+    GpuUse,
+    PoolSpan,
+)
 from kvferry_sidecar.engines.cuda_choice import Ways, find_ways
 from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
 from kvferry_sidecar.engines.cuda_memory import CudaMemories, PinnedPool
 from kvferry_sidecar.engines.cuda_parts import Part
+from kvferry_sidecar.engines.pages import bind_near
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 
 slice_bytes_max = 16 << 20  # in flight of one job: a cancel waits for no more
@@ -38,10 +46,13 @@ yield_ms_max = 50  # a save waits so long for loads between two slices
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """``mode``: "auto" or one of cuda_modes.MODES; ``share_percent`` of the time copies run."""
+    """``mode``: "auto" or one of cuda_modes.MODES; ``share_percent`` of the time copies run;
+    ``touch_threads`` map the pool's pages before the driver pins them.
+    """
 
     mode: str = "auto"
     share_percent: int = 100
+    touch_threads: int = 4
 
 
 @dataclass(slots=True)
@@ -103,10 +114,28 @@ class CudaCopyEngine:
         self.pin(self._driver, device.ordinal)
         return device
 
+    def gpus(self) -> list[GpuUse]:
+        """Return what is used of each GPU; the calling thread gets a current one. Never raises."""
+        driver, memories = self._driver, self._memories
+        if driver is None or memories is None:
+            return []
+        found = []
+        for ordinal in driver.used:
+            held = sum(lane.held_bytes for (on, _), lane in self._lanes.items() if on == ordinal)
+            try:
+                free, total = driver.memory(ordinal)
+            except CudaError as error:
+                self._log.error("a GPU does not say how much is free", error=str(error))
+                continue
+            uuid, mapped = driver.uuid_of(ordinal).hex(), memories.mapped_bytes(ordinal)
+            found.append(GpuUse(uuid, total, free, held, mapped))
+        return found
+
     def pin(self, driver: Driver, ordinal: int) -> None:
         """Begin to pin the pool, once."""
         if self._pinned is None:
-            self._pinned = PinnedPool(driver, self._pool, self._log)
+            threads = self._options.touch_threads
+            self._pinned = PinnedPool(driver, self._pool, self._log, threads)
             self._pinned.start(ordinal)
 
     def pinning(self) -> tuple[int, int]:
@@ -300,6 +329,7 @@ class _Lane:
     ) -> None:
         self._engine, self._driver, self._ordinal = engine, driver, ordinal
         self._direction = direction
+        self.held_bytes = 0  # of the GPU's memory
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="kvferry-gpu", daemon=True)
         self._thread.start()
@@ -320,9 +350,11 @@ class _Lane:
             try:
                 if stream is None:
                     self._driver.use(self._ordinal)
+                    bind_near(self._driver.bus_id(self._ordinal))
                     stream = self._driver.stream()
                 if ways is None:
                     ways = self._engine.ways(self._ordinal, self._direction, stream, self._driver)
+                    self.held_bytes = ways.held_bytes
             except CudaError as error:
                 self._engine.fail(job, error)
                 continue

@@ -48,6 +48,11 @@ class Ways:
         order = sorted(self.movers, key=lambda mover: mover.name != wanted)
         return next(mover for mover in order if mover.serves(part))
 
+    @property
+    def held_bytes(self) -> int:
+        """What the ways hold of the GPU's memory."""
+        return sum(one.held_bytes for one in self.movers if isinstance(one, KernelMover))
+
     def close(self) -> None:
         """Give the GPU's memory back; what cannot be falls with this process."""
         for mover in self.movers:

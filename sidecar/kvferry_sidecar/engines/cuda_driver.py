@@ -169,6 +169,29 @@ class Driver:
                 100,
             ) from None
 
+    def uuid_of(self, ordinal: int) -> bytes:
+        """Return the UUID of a GPU. Raises StopIteration for one that is not there."""
+        return next(uuid for uuid, number in self._ordinals.items() if number == ordinal)
+
+    @property
+    def used(self) -> list[int]:
+        """The GPUs that have a context of ours."""
+        return sorted(self._contexts)
+
+    def memory(self, ordinal: int) -> tuple[int, int]:
+        """Return the free and all bytes of a GPU. Raises CudaError."""
+        free, total = c_size_t(), c_size_t()
+        self.use(ordinal)
+        self("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def bus_id(self, ordinal: int) -> str:
+        """Return where a GPU is on the PCI bus, as sysfs names it. Raises CudaError."""
+        text, device = ctypes.create_string_buffer(32), c_int()
+        self("cuDeviceGet", byref(device), ordinal)
+        self("cuDeviceGetPCIBusId", text, c_int(32), device)
+        return text.value.decode()
+
     def use(self, ordinal: int) -> None:
         """Make a GPU the current one of this thread; its context is made at the first use."""
         with self._lock:

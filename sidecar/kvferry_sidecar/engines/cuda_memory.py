@@ -13,21 +13,24 @@ import threading
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
+from time import monotonic
 
 from kvferry_connector.wire.attach import Memory
 from structlog.typing import FilteringBoundLogger as Log
 
+from kvferry_sidecar.engines import pages
 from kvferry_sidecar.engines.base import PoolSpan
 from kvferry_sidecar.engines.cuda_driver import HANDLE_BYTES, UUID_BYTES, CudaError, Driver
 from kvferry_sidecar.geometry.device import DeviceMemory
 
-pin_bytes_max = 64 << 30  # in one call: from 512 GiB on the driver refuses
+pin_bytes_max = 8 << 30  # in one call: from 512 GiB on the driver refuses; copies wait for each
 
 
 @dataclass(slots=True)
 class _Open:
     ordinal: int
     address: int
+    total_bytes: int
     users: int = 0
 
 
@@ -44,6 +47,11 @@ class CudaMemories:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def mapped_bytes(self, ordinal: int) -> int:
+        """Return the bytes of engines on a GPU that are open here."""
+        with self._lock:
+            return sum(one.total_bytes for one in self._open.values() if one.ordinal == ordinal)
 
     def open(self, memory: Memory, life: int) -> DeviceMemory:
         """Map a rank's buffer; ``life`` tells processes apart. Raises CudaError with the remedy.
@@ -74,7 +82,8 @@ class CudaMemories:
             mapped = self._open.get(key)
             if mapped is None:
                 self._driver.use(ordinal)
-                mapped = self._open[key] = _Open(ordinal, self._driver.open(cuda.handle))
+                address = self._driver.open(cuda.handle)
+                mapped = self._open[key] = _Open(ordinal, address, cuda.allocation_bytes)
             mapped.users += 1
         device = DeviceMemory(ordinal, mapped.address + cuda.offset, memory.total_bytes)
         weakref.finalize(device, self._drop, key).atexit = False
@@ -101,8 +110,10 @@ class PinnedPool:
     a failure what is pinned goes on serving.
     """
 
-    def __init__(self, driver: Driver, pool: PoolSpan, log: Log) -> None:
+    def __init__(self, driver: Driver, pool: PoolSpan, log: Log, threads: int = 4) -> None:
+        """``threads`` map the pages ahead of the driver, which does it in one."""
         self._driver, self._address, self._log = driver, pool.address, log
+        self._threads = threads
         self.cuts = chunk_cuts(pool)
         self.failure: CudaError | None = None
         self._pinned_to = self.cuts[0]
@@ -152,11 +163,17 @@ class PinnedPool:
             for start, end in pairwise(self.cuts):
                 if self._stopping:
                     return
+                began_s = monotonic()
+                pages.populate(self._address + start, end - start, self._threads)
                 self._driver.pin(self._address + start, end - start)
                 with self._moved:
                     self._pinned_to = end
                     self._moved.notify_all()
-                self._log.info("pool pinned", gib=end >> 30, of_gib=self.cuts[-1] >> 30)
+                gib = (end - start) / (1 << 30)
+                self._log.info(
+                    "pool pinned", gib=end >> 30, of_gib=self.cuts[-1] >> 30,
+                    gib_per_s=round(gib / max(1e-9, monotonic() - began_s), 1),
+                )  # fmt: skip
         except CudaError as error:
             self._log.error("the pool cannot be pinned", error=str(error))
             with self._moved:

@@ -153,6 +153,8 @@ class KernelMover:
         driver("cuMemAlloc_v2", byref(memory), c_size_t(staging_bytes + tables_bytes))
         self._staging = memory.value
 
+    held_bytes = staging_bytes + tables_bytes
+
     def close(self) -> None:
         """Free the staging; the modules fall with the context."""
         self._driver("cuMemFree_v2", c_uint64(self._staging))

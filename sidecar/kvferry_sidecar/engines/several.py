@@ -7,7 +7,7 @@ import select
 from kvferry_connector.wire.attach import Memory
 from structlog.typing import FilteringBoundLogger as Log
 
-from kvferry_sidecar.engines.base import CopyResult, Direction, Extents, PoolSpan
+from kvferry_sidecar.engines.base import CopyResult, Direction, Extents, GpuUse, PoolSpan
 from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
 from kvferry_sidecar.engines.cuda_driver import CudaError
 from kvferry_sidecar.engines.host import HostCopyEngine
@@ -40,6 +40,10 @@ class SeveralCopyEngines:
                 "this sidecar serves no GPU; set copy.gpu = true after reading docs/gpu.md"
             )
         return self._cuda.open(memory, life)
+
+    def gpus(self) -> list[GpuUse]:
+        """Return what is used of each GPU."""
+        return self._cuda.gpus()
 
     def pinning(self) -> tuple[int, int]:
         """Return the bytes of the pool that are pinned for a GPU, and that will be."""

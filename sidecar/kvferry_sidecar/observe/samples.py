@@ -127,6 +127,15 @@ def state(reading: Reading) -> dict[str, float]:
     return {name: reading.document.state == name for name in ("ready", "degraded", "draining")}
 
 
+def gpus(reading: Reading) -> Numbers:
+    """Memory of each GPU that is used."""
+    return [
+        ((gpu.device, what), getattr(gpu, f"{what}_bytes"))
+        for gpu in reading.document.gpus
+        for what in ("total", "free", "staging", "mapped")
+    ]
+
+
 def tier_events(reading: Reading) -> Numbers:
     """What happened at slower tiers."""
     return [

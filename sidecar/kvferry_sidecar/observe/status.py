@@ -18,6 +18,7 @@ from kvferry_connector.wire.attach import RegisterEngine, attach_bytes_max
 from kvferry_native import Mapping as Mapped
 from kvferry_native import PoolStats
 
+from kvferry_sidecar.engines.base import GpuUse
 from kvferry_sidecar.geometry.device import DeviceMemory
 from kvferry_sidecar.geometry.identity import nearest_namespace
 from kvferry_sidecar.observe.log import bounded
@@ -109,6 +110,7 @@ class Document(msgspec.Struct, frozen=True):
     uptime_s: float = 0.0
     degraded: Mapping[str, str] = {}  # what is not well
     traces: TracesStatus | None = None  # None: off
+    gpus: list[GpuUse] = []  # those that are used
     progress: list[WorkStatus] = []  # long work that is under way
 
 

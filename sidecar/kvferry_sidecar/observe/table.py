@@ -21,6 +21,7 @@ from kvferry_sidecar.observe.samples import (
     by,
     curve_misses,
     findings,
+    gpus,
     limits,
     moved,
     named,
@@ -272,6 +273,12 @@ GAUGES = (
         "KV memory of engines that is mapped.",
         (),
         one(lambda r: sum(h.memory_bytes for s in r.document.sessions for h in s.halves)),
+    ),
+    Row(
+        "gpu_memory_bytes",
+        "Memory of a GPU that is used here: total, free, staging of copies, mapped of engines.",
+        ("gpu", "what"),
+        gpus,
     ),
     Row(
         "job_parts_open",

@@ -7,15 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import structlog
 from kvferry_connector.wire.attach import CudaMemory, Memory
-from kvferry_sidecar.engines import cuda_memory
+from kvferry_sidecar.engines import cuda_memory, pages
 from kvferry_sidecar.engines.base import PoolSpan
+from kvferry_sidecar.engines.cuda import CudaCopyEngine
 from kvferry_sidecar.engines.cuda_driver import ERRORS, CudaError, Driver, error_of
 from kvferry_sidecar.engines.cuda_memory import CudaMemories, PinnedPool, chunk_cuts
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory, Rect
@@ -244,3 +247,84 @@ def test_a_run_outside_the_memory_is_refused(shape: Shape) -> None:
     layout_of(shape, needed)
     with pytest.raises(ValueError, match="leaves the memory"):
         layout_of(shape, needed - 1)
+
+
+# --- pages, processors, footprint -------------------------------------------------------------
+
+
+def test_pages_are_mapped_before_they_are_pinned_and_keep_their_bytes(
+    gpu: FakeGpu, pool: PoolSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = bytes_at(pool.address, pool.total_bytes)
+    view[:] = 7
+    told: list[tuple[int, int, int]] = []
+    pinned_then: list[int] = []
+    populate = pages.populate
+
+    def noted(address: int, total_bytes: int, threads: int) -> bool:
+        told.append((address - pool.address, total_bytes, threads))
+        pinned_then.append(len(gpu.calls("cuMemHostRegister_v2")))
+        return populate(address, total_bytes, threads)
+
+    monkeypatch.setattr(pages, "populate", noted)
+    pinned = PinnedPool(Driver(str(library())), pool, LOG, threads=2)
+    gpu.forget()
+    pinned.start(0)
+    pinned.wait(pool.total_bytes)
+    assert told == [(8192, 4 * 8192, 2)]
+    assert pinned_then == [0]
+    pinned.close()
+    assert (view == 7).all()
+
+
+def test_pages_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_piece_bytes", 8192)
+    with mmap.mmap(-1, 5 * 8192) as memory:
+        place = np.frombuffer(memory, dtype=np.uint8)
+        assert pages.populate(place.ctypes.data, 5 * 8192 - 4096, 3)
+        assert not pages.populate(place.ctypes.data + 1, 4096, 1), "an odd address is refused"
+        del place
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set())]
+)
+def test_lists_of_processors(text: str, found: set[int]) -> None:
+    assert pages.processors(text) == found
+
+
+@pytest.mark.parametrize(("node", "bound"), [("0", True), ("-1", False), ("1", False)])
+def test_a_thread_moves_to_the_node_of_its_gpu(tmp_path: Path, node: str, bound: bool) -> None:
+    own = sorted(os.sched_getaffinity(0))
+    device = tmp_path / "sys/bus/pci/devices/0000:ff:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(f"{node}\n")
+    for number, cpus in (("0", f"{own[-1]},4000"), ("1", "4001")):
+        place = tmp_path / f"sys/devices/system/node/node{number}"
+        place.mkdir(parents=True)
+        (place / "cpulist").write_text(f"{cpus}\n")
+
+    def work() -> tuple[int | None, set[int]]:
+        return pages.bind_near("0000:FF:00.0", tmp_path), os.sched_getaffinity(0)
+
+    with ThreadPoolExecutor(1) as thread:
+        found, processors = thread.submit(work).result(30)
+    assert (found, processors) == ((0, {own[-1]}) if bound else (None, set(own)))
+    assert sorted(os.sched_getaffinity(0)) == own, "this thread stays where it was"
+
+
+def test_what_is_used_of_a_gpu_is_told(gpu: FakeGpu, pool: PoolSpan, exported: CudaMemory) -> None:
+    driver = Driver(str(library()))
+    engine = CudaCopyEngine(pool, LOG, driver)
+    assert engine.gpus() == []
+    kept = engine.open(buffer(exported), life=5)
+    (use,) = engine.gpus()
+    assert use.device == exported.device.hex()
+    assert (use.mapped_bytes, use.staging_bytes) == (ALLOCATION_BYTES, 0)
+    assert use.free_bytes == use.total_bytes - ALLOCATION_BYTES
+    gpu.fail("cuMemGetInfo_v2", 719)
+    assert engine.gpus() == [], "a lost GPU ends no status"
+    gpu.fail("", 0)
+    del kept
+    assert engine.gpus()[0].mapped_bytes == 0
+    engine.close()
