@@ -2,9 +2,9 @@
 
 The pool evicts by last use, so one list of keys in order of use answers for every size: a key
 misses in all pools smaller than the bytes used since its own last use. Only keys whose bits lie
-under a threshold are followed, and the sizes shrink by the same share; when more than
-``tracked_max`` are followed, the threshold is halved. A lookup costs one vectorised comparison
-over its keys, and under a microsecond per followed key.
+under a threshold are followed, and the sizes shrink by the same share. The threshold is chosen
+for the size of the first objects, and halved when more than ``tracked_max`` keys are followed. A
+lookup costs one vectorised comparison over its keys, and about a microsecond per followed key.
 
 What is wanted is counted exactly and only misses are estimated: a hot key that is not followed
 then biases nothing. Left out: the eighth of the pool that a scan leaves alone, slots' rounding,
@@ -61,7 +61,9 @@ class Curve:
     def __init__(self, pool_bytes: int, tracked_max: int = 8192) -> None:
         self._pool_bytes = pool_bytes
         self._tracked_max = tracked_max
+        self._kept_max = tracked_max * 7 // 8  # room for more until the next look at them all
         self._threshold = _ALL
+        self._chosen = False
         # Uses are numbered. Of each: the bytes of its key, 0 once the key was used again.
         self._uses: list[int] = []
         self._first = 0  # number of _uses[0]
@@ -90,7 +92,7 @@ class Curve:
             self._turn_window(now_s)
         local, wanted = span
         self._now.wanted += max(0, wanted - local)
-        followed = self._followed(keys)
+        followed = self._followed(keys, unit[1])
         if not followed:
             return
         first, last, stored = (tokens // unit[0] for tokens in (local, wanted, hit_tokens))
@@ -119,7 +121,7 @@ class Curve:
         self._carry_bytes += total_bytes
         if len(keys):
             each, self._carry_bytes = divmod(self._carry_bytes, len(keys))
-            self._use([key for _, key in self._followed(keys)], each)
+            self._use([key for _, key in self._followed(keys, each)], each)
 
     def reading(self) -> CurveReading:
         """Return the counts so far."""
@@ -139,8 +141,13 @@ class Curve:
             sampled=self._threshold / _ALL,
         )
 
-    def _followed(self, keys: Keys) -> list[tuple[int, int]]:
+    def _followed(self, keys: Keys, unit_bytes: int) -> list[tuple[int, int]]:
         """Return (row, key) of the keys under the threshold, in order."""
+        if not self._chosen and unit_bytes:
+            self._chosen = True
+            most = int(SIZES[-1] * self._pool_bytes) // unit_bytes
+            while most * self._threshold > self._kept_max * _ALL:
+                self._threshold //= 2
         bits = keys.view("<u8")[:, 1]
         if self._threshold == _ALL:
             return list(enumerate(bits.tolist()))
@@ -189,7 +196,7 @@ class Curve:
         """Drop what no size holds any more, and follow half as many keys if that is not enough."""
         oldest = self._edges[-1]
         kept = {key: use for key, use in self._last_use.items() if use >= oldest}
-        while len(kept) > self._tracked_max * 3 // 4:
+        while len(kept) > self._kept_max:
             self._threshold //= 2
             kept = {key: use for key, use in kept.items() if key < self._threshold}
         numbers = list(kept.values())

@@ -76,8 +76,20 @@ def test_sampled_it_is_close_and_bounded():
         assert abs(missed - lru_missed(asked, int(600 * size))) < 0.06 * wanted
 
 
+def test_long_prompts_are_sampled_from_the_first_on():
+    """A pool of many objects: following all of a long prompt would hold the loop."""
+    curve = Curve(pool_bytes=1 << 40)
+    keys = np.random.default_rng(1).integers(0, 256, (8192, 16), dtype=np.uint8)
+    curve.looked_up(keys, (16, 1 << 20), (0, 16 * 8192), 0, 0.0)
+    curve.stored(keys, 8192 << 20)
+    told = curve.reading()
+    assert (told.sampled, told.wanted_tokens) == (1 / 1024, 16 * 8192)
+    assert 0 < told.tracked < 32
+    assert abs(told.missed_tokens[0] - 16 * 8192) < 16 * 8192
+
+
 def test_uses_of_few_keys_are_bounded_too():
-    curve = Curve(pool_bytes=1 << 30, tracked_max=64)
+    curve = Curve(pool_bytes=1400, tracked_max=64)
     played(curve, [[1, 2, 3]] * 500)
     assert len(curve._uses) <= 4 * 64 + 3
     assert curve.reading().missed_tokens == [48.0] * len(SIZES)
@@ -128,6 +140,7 @@ def counted(bed):
 
 def test_a_request_counts_once_and_its_own_saves_are_no_hits():
     bed, engine = Bed(), make_engine()
+    bed.pipeline._core.journal.curve = Curve(64 * 1024)  # small enough to follow every key
     bed.probe(engine, 1, 1, 4)  # a hint of nothing is never asked about
     bed.stored(engine, 1, 4)
     bed.say(engine.scheduler, Release([1]))
