@@ -16,7 +16,7 @@ VIEWS = ("", "requests", "flight", "namespaces", "events", "doctor", "settings",
 PANELS = (
     "Engines and ranks", "Hits, in tokens", "Why tokens missed", "Host pool",
     "Hits by the size of the pool", "Tokens looked up",
-    "Throughput", "Evicted", "Latency by stage", "Break-even", "Evictions",
+    "Throughput", "Latency by stage", "Break-even", "Evictions",
     "Failures and refusals", "Queues", "Control loop", "Hottest prefixes", "Slower tiers",
     "Paths of the bytes",
 )  # fmt: skip

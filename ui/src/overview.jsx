@@ -232,7 +232,7 @@ const Loop = ({ loop }) => {
 
 const stay = (residence, share) => (quantile(residence, share) == null ? "–" : `≤ ${seconds(quantile(residence, share))}`);
 
-const Evictions = ({ pool, residence }) => (
+const Evictions = ({ pool, residence, series }) => (
   <Panel
     title="Evictions"
     note={
@@ -249,6 +249,7 @@ const Evictions = ({ pool, residence }) => (
         ["of these never loaded", `${count(pool.dropped_before_reuse)} (${percent(pool.dropped_before_reuse, pool.evictions)})`],
       ]}
     />
+    <Chart series={series} unit={rate} lines={[["evicted/s", "evicted", "--bad"]]} />
   </Panel>
 );
 
@@ -313,16 +314,13 @@ export const Overview = ({ live }) => {
       <Panel title="Tokens looked up">
         <Chart series={series} unit={rate} lines={[["hit/s", "hit", "--good"], ["missed/s", "missed", "--bad"]]} />
       </Panel>
-      <Curve curve={pipeline.journal.curve} />
       <Panel title="Throughput">
         <Chart series={series} unit={(v) => `${bytes(v)}/s`} lines={[["load", "loaded", "--good"], ["save", "saved", "--accent"]]} />
       </Panel>
-      <Panel title="Evicted">
-        <Chart series={series} unit={rate} lines={[["objects/s", "evicted", "--bad"]]} />
-      </Panel>
-      <BreakEven pipeline={pipeline} />
       <Latency pipeline={pipeline} />
-      <Evictions pool={pool} residence={pipeline.residence_seconds} />
+      <BreakEven pipeline={pipeline} />
+      <Evictions pool={pool} residence={pipeline.residence_seconds} series={series} />
+      <Curve curve={pipeline.journal.curve} />
       <Errors status={status} />
       <Queues pipeline={pipeline} />
       <Loop loop={loop} />
