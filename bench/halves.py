@@ -1,7 +1,7 @@
 """An engine made of raw halves: one scheduler half and its ranks, in this process, no vLLM.
 
 They speak through the connector's own Client, so sockets, frames and attach are the real ones.
-The KV memory is tiny: chunks are counted here, not bytes.
+The KV memory is tiny unless ``page_bytes`` says otherwise: chunks are counted here, not bytes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLI
 class RawEngine:
     """``groups`` full-attention groups on ``ranks`` ranks, ``chunks`` chunks per group."""
 
-    def __init__(self, run_dir: Path, *, groups: int, ranks: int, chunks: int) -> None:
-        self.groups, self.chunks = groups, chunks
+    def __init__(
+        self, run_dir: Path, *, groups: int, ranks: int, chunks: int, page_bytes: int = PAGE_BYTES
+    ) -> None:
+        self.groups, self.chunks, self.page_bytes = groups, chunks, page_bytes
         self._life = secrets.token_bytes(16)
         self._config = FerryConfig(run_dir=str(run_dir))
         self._fds: list[int] = []
@@ -82,7 +84,7 @@ class RawEngine:
 
     def _worker(self, rank: int, ranks: int, engine_id: str) -> Client:
         num_blocks = 1 + self.groups * self.chunks
-        memory_fd = self._memfd(num_blocks * PAGE_BYTES)
+        memory_fd = self._memfd(num_blocks * self.page_bytes)
         fence_fd = self._memfd(FENCE_PAGE_BYTES)
         with mmap.mmap(fence_fd, FENCE_PAGE_BYTES) as page:
             # Every step has passed: the figures are of probes and copies, not of fences.
@@ -106,15 +108,15 @@ class RawEngine:
                     buffer=0,
                     offset=0,
                     layer_stride=0,
-                    block_stride=PAGE_BYTES,
-                    page_bytes=PAGE_BYTES,
+                    block_stride=self.page_bytes,
+                    page_bytes=self.page_bytes,
                 )
                 for group, layer in enumerate(layers)
             ],
             hash_block_tokens=BLOCK_TOKENS,
         )
         handle = MemoryHandle(
-            attach.Memory(buffer=0, total_bytes=num_blocks * PAGE_BYTES), memory_fd
+            attach.Memory(buffer=0, total_bytes=num_blocks * self.page_bytes), memory_fd
         )
         half = Half("worker", engine_id, "one", rank=rank, fence_fd=fence_fd)
         return Client(self._config, half, registration, (handle,))

@@ -32,6 +32,7 @@ BENCHES = (
     "memory",
     "observe",
     "stores",
+    "behind",
     "recovery",
     "demo",
 )

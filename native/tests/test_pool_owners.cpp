@@ -66,6 +66,9 @@ void an_owner_over_its_quota_evicts_its_own() {
     CHECK(put(pool, keys_of(200, 15), owner_of(2, 10)).size() == 10);  // the head of a prefix
     CHECK(reserve(pool, keys_of(300, 1), {key_of(9), 100, 0})[0] == kvferry::kReserveNoSpace);
     CHECK(put(pool, keys_of(400, 30), owner_of(2)).size() == 30);  // bounded no more
+    put(pool, keys_of(500, 2), owner_of(3, 2));
+    CHECK(reserve(pool, keys_of(510, 1), owner_of(3, 2), 4000)[0] == kvferry::kReserveNoSpace);
+    CHECK(present(pool, keys_of(500, 2)) == 2);  // what could never fit costs nothing
 }
 
 void what_is_pinned_hard_stays_and_softly_goes_last() {

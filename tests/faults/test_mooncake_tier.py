@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kvferry_connector.wire.hot import Release
-from kvferry_demo.processes import Child, Sidecar, in_environment, kvferry_command
 from support.books import wait_settled
 from support.client_half import ClientEngine, client_engine
+from support.elsewhere import started
 from support.mooncake_master import MooncakeMaster
 from support.net import two_nodes
 from support.server import serving
-from support.sidecar import SidecarUnderTest, make_sidecar, set_flags
+from support.sidecar import SidecarUnderTest, set_flags
 from support.slow_tiers import (
-    POOL_BYTES,
     check_hung,
     is_on,
     refusal_of,
@@ -26,30 +24,6 @@ from support.slow_tiers import (
     wait_stored,
 )
 from support.waiting import wait_until
-
-
-class SidecarElsewhere(Sidecar):
-    """`kvferry serve` behind a command that puts it somewhere else."""
-
-    def __init__(self, sidecar: SidecarUnderTest, prefix: tuple[str, ...], flags: list[str]):
-        self.run_dir = sidecar.run_dir
-        self.pool_name = sidecar.pool_name
-        serve = ["serve", "--run-dir", str(self.run_dir), "--pool-name", self.pool_name]
-        pool = ["--pool-bytes", str(POOL_BYTES), "--http-listen", ""]
-        command = in_environment({}, [*prefix, *kvferry_command(), *serve, *pool, *flags])
-        Child.__init__(self, command, sidecar.log)
-
-
-@contextmanager
-def started(
-    url: str, *, prefix: tuple[str, ...] = (), **changes: object
-) -> Iterator[SidecarUnderTest]:
-    """Yield a sidecar over the store that serves."""
-    flags = set_flags(settings_of(url, changes))
-    with make_sidecar(pool_bytes=POOL_BYTES) as sidecar:
-        sidecar._process = SidecarElsewhere(sidecar, prefix, flags)
-        sidecar.process.wait_ready()
-        yield sidecar
 
 
 @pytest.fixture
