@@ -1,8 +1,8 @@
 """Real engines under random traffic while their sidecar is broken at random, for minutes.
 
-Every output is compared with that of an engine without a connector. At the end everything is
-whole again: no pin, lease, reservation or open job is left, and memory has stayed where it was.
-``make soak MINUTES=10``.
+They are killed too, with requests under way, and others take their place. Every output is compared
+with that of an engine without a connector. At the end everything is whole again: no pin, lease,
+reservation or open job is left, and memory has stayed where it was. ``make soak MINUTES=10``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 from kvferry_demo import protocol
 from support.books import descriptors, resident_bytes, wait_settled
 from support.chaos import Chaos
-from support.engine import EngineUnderTest, Texts, ask, running_engine
+from support.engine import Texts, ask, running_engine
 from support.kit import ENABLED
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 
@@ -29,6 +32,13 @@ OUTPUT_TOKENS = 6
 LOCAL_BYTES = 8 << 20  # of KV in each engine: what repeats is mostly not there any more
 POOL_BYTES = 32 << 20
 GROWTH_BYTES_MAX = 48 << 20
+LIFE_BURSTS = 30  # of a life whose memory is judged
+KILLED_EACH = 0.01  # bursts before which the engine is killed
+ENGINE: dict[str, Any] = {
+    "kv_cache_bytes": LOCAL_BYTES,
+    "max_model_len": 2048,
+    "connector_extra": {"job_ask_ms": 200, "probe_ms_max": 300, "silent_ms_max": 1000},
+}
 
 
 @pytest.fixture
@@ -40,11 +50,37 @@ def sidecar() -> Iterator[SidecarUnderTest]:
 
 
 class Traffic:
-    """Random requests on one engine; what ends is compared with what must come out."""
+    """Random requests on an engine, one life after the other; what ends is compared.
 
-    def __init__(self, engine: EngineUnderTest, right: dict[int, list[int]]) -> None:
-        self.engine, self.right = engine, right
+    ``memory``: resident bytes of the engine after each burst, by life.
+    """
+
+    def __init__(self, run_dir: Path, right: dict[int, list[int]]) -> None:
+        self._run_dir, self.right = run_dir, right
+        self._life = ExitStack()
         self.counts: Counter[str] = Counter()
+        self.memory: list[list[int]] = []
+        self._begin(attached=True)
+
+    def _begin(self, *, attached: bool) -> None:
+        self.engine = self._life.enter_context(
+            running_engine(self._run_dir, attached=attached, **ENGINE)
+        )
+        self.memory.append([])
+
+    def close(self) -> None:
+        """End the engine."""
+        self._life.close()
+
+    def kill(self, prompts: list[list[int]], rng: random.Random) -> None:
+        """Kill the engine with requests under way, and start another one."""
+        for _ in range(3):
+            self.engine.start(ask(rng.choice(prompts), max_tokens=OUTPUT_TOKENS))
+        self.engine.step(rng.randrange(1, 6))
+        self.counts["engines_killed"] += 1
+        self.engine.kill()
+        self._life.close()
+        self._begin(attached=False)
 
     def burst(self, prompts: list[list[int]], rng: random.Random) -> None:
         """A few requests at once, some of them aborted on the way, all of them ended."""
@@ -60,6 +96,7 @@ class Traffic:
             self.engine.abort(*aborted)
         for result in self.engine.finish():
             self._compare(result, asked[result.request], aborted)
+        self.memory[-1].append(resident_bytes(self.engine.facts.pid))
 
     def _compare(self, result: protocol.Result, number: int, aborted: list[str]) -> None:
         self.counts["requests"] += 1
@@ -78,10 +115,6 @@ def make_prompts(texts: Texts) -> list[list[int]]:
     return [head + texts.take(TAIL_TOKENS) for head in heads for _ in range(TAILS)]
 
 
-def memory_of(engines: list[EngineUnderTest]) -> list[int]:
-    return [resident_bytes(engine.facts.pid) for engine in engines]
-
-
 def test_soak(sidecar: SidecarUnderTest, request: pytest.FixtureRequest) -> None:
     minutes = float(request.config.getoption("--soak-minutes"))
     seed = random.SystemRandom().randrange(1 << 32)
@@ -90,27 +123,24 @@ def test_soak(sidecar: SidecarUnderTest, request: pytest.FixtureRequest) -> None
     with running_engine() as alone:
         right = {number: alone.run(tokens, max_tokens=OUTPUT_TOKENS).output
                  for number, tokens in enumerate(prompts)}  # fmt: skip
-    small = {"kv_cache_bytes": LOCAL_BYTES, "max_model_len": 2048}
-    extra = {"job_ask_ms": 200, "probe_ms_max": 300, "silent_ms_max": 1000}
-    with (
-        running_engine(sidecar.run_dir, connector_extra=extra, **small) as one,
-        running_engine(sidecar.run_dir, connector_extra=extra, **small) as two,
-    ):
-        traffics = [Traffic(engine, right) for engine in (one, two)]
+    with ExitStack() as stack:
+        traffics = [Traffic(sidecar.run_dir, right) for _ in range(2)]
         for traffic in traffics:
+            stack.callback(traffic.close)
             traffic.burst(prompts, rng)
-        chaos = Chaos(sidecar, seed)
+        chaos = Chaos(sidecar, seed, lambda: [one.engine.pid for one in traffics])
         chaos.start()
         end_s = time.monotonic() + minutes * 60
-        memory: list[list[int]] = []
         try:
             while time.monotonic() < end_s and not chaos.errors:
-                rng.choice(traffics).burst(prompts, rng)
-                memory.append(memory_of([one, two]))
+                traffic = rng.choice(traffics)
+                if rng.random() < KILLED_EACH:
+                    traffic.kill(prompts, rng)
+                traffic.burst(prompts, rng)
         finally:
             chaos.end()
         finish(sidecar, traffics, prompts)
-        report(chaos, traffics, memory, sidecar)
+        report(chaos, traffics, sidecar)
 
 
 def finish(sidecar: SidecarUnderTest, traffics: list[Traffic], prompts: list[list[int]]) -> None:
@@ -128,27 +158,29 @@ def finish(sidecar: SidecarUnderTest, traffics: list[Traffic], prompts: list[lis
     assert sum(traffic.counts["hit_tokens_at_the_end"] for traffic in traffics) > 0
 
 
-def report(
-    chaos: Chaos, traffics: list[Traffic], memory: list[list[int]], sidecar: SidecarUnderTest
-) -> None:
-    """Print the figures; memory must not have grown from the first third to the last."""
+def growth_bytes(memory: list[int]) -> int:
+    """From the first third of a life's samples to the last: the most that each held."""
     third = max(1, len(memory) // 3)
-    growth = [
-        max(late) - max(early)
-        for early, late in zip(
-            zip(*memory[:third], strict=True), zip(*memory[-third:], strict=True), strict=True
-        )
-    ]
+    return max(memory[-third:]) - max(memory[:third])
+
+
+def report(chaos: Chaos, traffics: list[Traffic], sidecar: SidecarUnderTest) -> None:
+    """Print the figures; memory must not have grown within a life."""
+    lives = [life for traffic in traffics for life in traffic.memory if len(life) >= LIFE_BURSTS]
+    growth = [growth_bytes(life) for life in lives]
     counts = sum((traffic.counts for traffic in traffics), Counter())
     pid = sidecar.process.pid
     figures = {
         **counts,
         **chaos.done,
         "sidecar_restarts": chaos.restarts,
+        "engine_lives": sum(len(traffic.memory) for traffic in traffics),
         "engine_growth_bytes": growth,
         "sidecar_resident_bytes": resident_bytes(pid),
         "sidecar_descriptors": descriptors(pid),
+        "sessions": len(sidecar.status()["sessions"]),
     }
     print(json.dumps(figures))
     assert counts["wrong"] == 0
-    assert max(growth) < GROWTH_BYTES_MAX, "an engine's memory grows"
+    assert figures["sessions"] == len(traffics), "a killed engine's session is left"
+    assert max(growth, default=0) < GROWTH_BYTES_MAX, "an engine's memory grows"

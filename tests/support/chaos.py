@@ -1,4 +1,7 @@
-"""Random faults of a sidecar, in a thread: by the fault kit, by signals, by damage to its pool."""
+"""Random faults of a sidecar, in a thread: by the fault kit, by signals, by damage to its pool.
+
+Its engines are only stopped for a while; who drives them kills them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import random
 import signal
 import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvferry_sidecar.faults.rules import DOWN, UP
@@ -38,11 +43,17 @@ OTHER_RULES = (
 
 
 class Chaos(threading.Thread):
-    """Breaks something every now and then until ``end``; then the sidecar is whole again."""
+    """Breaks something every now and then until ``end``; then the sidecar is whole again.
 
-    def __init__(self, sidecar: SidecarUnderTest, seed: int) -> None:
+    ``engines()``: the processes of engines that live now.
+    """
+
+    def __init__(
+        self, sidecar: SidecarUnderTest, seed: int, engines: Callable[[], Sequence[int]]
+    ) -> None:
         super().__init__(name="chaos")
         self._sidecar = sidecar
+        self._engines = engines
         self._rng = random.Random(seed)
         self._over = threading.Event()
         self.done: Counter[str] = Counter()
@@ -76,14 +87,22 @@ class Chaos(threading.Thread):
         elif luck < 0.82:
             self._count("sigterm")
             self._sidecar.process.stop()
-        elif luck < 0.92:
+        elif luck < 0.88:
             self._count("sigstop")
-            process.send_signal(signal.SIGSTOP)
-            self._over.wait(self._rng.uniform(*STOPPED_S))
-            process.send_signal(signal.SIGCONT)
+            self._freeze(process.pid)
+        elif luck < 0.93:
+            self._count("sigstop_engine")
+            self._freeze(self._rng.choice(self._engines()))
         else:
             self._count("damage")
             self._damage()
+
+    def _freeze(self, pid: int) -> None:
+        """Stop a process for a while; it may be killed meanwhile, but is not reaped by others."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            self._over.wait(self._rng.uniform(*STOPPED_S))
+            os.kill(pid, signal.SIGCONT)
 
     def _rules(self) -> None:
         kinds = sorted(UP | DOWN)
