@@ -233,13 +233,17 @@ def save_tail(bed, engine, *, attention=0, state=0):
     assert outcome.status == "done", outcome
 
 
-def test_a_prompt_hits_inside_a_block():
+def test_a_prompt_hits_inside_a_block(monkeypatch):
     bed, engine = bed_with_tails()
     save_tail(bed, engine, attention=208, state=208)
     probe(bed, engine, 1, 1, 215)
     assert hit(bed, engine, 1, 215) == 208
+    used = []
+    monkeypatch.setattr(bed.pipeline._core.behind, "reused", lambda keys, _form: used.append(keys))
     assert load(bed, engine, 1, 208)[0].status == "done"
     assert_loaded(engine, 1, 208)
+    assert [len(keys) for keys in used] == [4, 1], "three chunks and a tail, and a state"
+    assert all(bed.pool.present(keys).all() for keys in used), "what was read is written on"
 
 
 def test_attention_stored_further_serves_a_state_before_it():
