@@ -295,6 +295,12 @@ const Paths = ({ status }) => {
       note={error || "What the doctor finds. Bytes per NUMA node are not counted, because the kernel walks the whole pool's page tables to say it (numa_maps); NICs belong to the stores' own clients."}
     >
       <Facts rows={[["engines' KV memory", places.join(", ") || "no engine is attached"]]} />
+      {status.gpus?.length > 0 && (
+        <Table
+          columns={["GPU", "engines' memory mapped here", "held for copies", "free", "total"]}
+          rows={status.gpus.map((gpu) => [gpu.device.slice(0, 16), bytes(gpu.mapped_bytes), bytes(gpu.staging_bytes), bytes(gpu.free_bytes), bytes(gpu.total_bytes)])}
+        />
+      )}
       <Table empty="Being examined." columns={["check", "verdict", "found"]} rows={lines.map((line) => [line.check, <span class={`verdict-${line.verdict}`}>{line.verdict}</span>, line.text])} />
     </Panel>
   );
