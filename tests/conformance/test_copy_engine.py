@@ -8,7 +8,6 @@ import select
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from kvferry_sidecar.engines.base import (
     PoolSpan,
 )
 from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
-from kvferry_sidecar.engines.cuda_choice import CHUNKS, PAGES
 from kvferry_sidecar.engines.cuda_driver import Driver
 from kvferry_sidecar.engines.host import HostCopyEngine
 from numpy.typing import NDArray
@@ -74,15 +72,10 @@ FACTORIES: list[Callable[[Pool, object], CopyEngine]] = [host, cuda, cuda_batch,
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake driver has the kernel itself; comparing the ways has a test of its own."""
+    """The fake driver has the kernel itself."""
     if not ON_GPU:
         FakeGpu().with_kernels(True)
         monkeypatch.setattr("kvferry_sidecar.engines.cuda_kernel.compile_ptx", fake_ptx)
-        monkeypatch.setattr("kvferry_sidecar.engines.cuda_choice._compare", preferred)
-
-
-def preferred(*arguments: Any) -> dict[tuple[int, int], str]:
-    return dict.fromkeys(product(PAGES, CHUNKS), arguments[-1][0].name)
 
 
 def memory_of(factory: Callable[[Pool, object], CopyEngine]) -> Any:

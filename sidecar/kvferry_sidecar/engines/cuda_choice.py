@@ -41,7 +41,7 @@ class Ways:
     best: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def choose(self, part: Part) -> Mover:
-        """Return the way for a slice; 2-D copies serve when nothing else can."""
+        """Return the way for a slice: the best, or the first that can; 2-D copies always can."""
         rects = part.layout.rects
         runs = sum(rect.count for rect in rects)
         wanted = self.best.get(_nearest(part.layout.payload_bytes // runs, len(part.blocks)))
@@ -71,13 +71,13 @@ def _nearest(run_bytes: int, chunks: int) -> tuple[int, int]:
 def find_ways(
     driver: Driver, ordinal: int, direction: Direction, stream: c_void_p, *, mode: str, log: Log
 ) -> Ways:
-    """Return the ways on the current GPU, compared where there are several.
+    """Return the ways on the current GPU, compared where there are several and none is asked for.
 
     Where comparing fails (a GPU that is full), 2-D copies are left, which need nothing.
     """
     movers, reasons = movers_of(driver, ordinal, mode)
     ways = Ways(movers)
-    if len(movers) > 1:
+    if mode == "auto" and len(movers) > 1:
         try:
             ways.best = _compare(driver, ordinal, direction, stream, movers)
         except CudaError as error:

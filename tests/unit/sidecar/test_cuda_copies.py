@@ -204,6 +204,15 @@ def test_ways_are_compared_on_memory_of_our_own(
     assert allocated == 4
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_way_that_is_asked_for_is_taken(gpu: FakeGpu, driver: Driver, mode: str) -> None:
+    part = Bed(driver, SHAPES[0]).part(Direction.GATHER, [1, 2])
+    ways = find_ways(driver, 0, Direction.GATHER, STREAM, mode=mode, log=LOG)
+    assert ways.choose(part).name == mode
+    assert not gpu.calls("cuMemHostAlloc"), "nothing is compared"
+    ways.close()
+
+
 def test_comparing_runs_every_way(gpu: FakeGpu, driver: Driver) -> None:
     ways = find_ways(driver, 0, Direction.SCATTER, STREAM, mode="auto", log=LOG)
     assert len(ways.best) == len(cuda_choice.PAGES) * len(cuda_choice.CHUNKS)
