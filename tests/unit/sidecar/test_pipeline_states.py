@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvferry_connector.wire.hot import (
     HandOff,
@@ -200,6 +202,24 @@ def test_each_kind_of_object_that_fails_names_what_is_still_complete(retention, 
     (said,) = bed.log.errors
     assert "checksum" in said
     bed.log.errors.clear()
+    bed.assert_clean()
+
+
+def test_one_pipeline_stage_holds_the_attention_and_the_other_the_states():
+    bed, engine = bed_and_engine(MODELS["full and state"], ranks=2)
+    for stage, worker in enumerate(engine.workers):
+        groups = tuple(
+            group if group.group == stage else replace(group, layout=None, payload_bytes=0)
+            for group in worker.geometry.groups
+        )
+        worker.geometry = replace(worker.geometry, groups=groups, position=(0, stage, 0))
+        del engine.layouts[stage, 1 - stage]
+    save(bed, engine, 1, 65)
+    probe(bed, engine, 1, 1, 65)
+    assert hit(bed, engine, 1, 65) == 64
+    assert [end.status for end in load(bed, engine, 1, 64)] == ["done", "done"]
+    assert_loaded(engine, 1, 64)
+    bed.say(engine.scheduler, Release([1]))
     bed.assert_clean()
 
 
