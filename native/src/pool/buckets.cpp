@@ -44,7 +44,7 @@ uint64_t Buckets::scan_line(uint64_t at, uint32_t tag) const {
 // Three steps per key, a few keys apart, so that their cache misses overlap: fetch its line, pick a
 // candidate by its tag and fetch that entry, compare the keys.
 void Buckets::find_group(KeyView keys, uint32_t* ids) const {
-    constexpr size_t kApart = 16;
+    constexpr size_t kApart = 32;
     uint64_t at[kGroup];
     const size_t n = keys.size();
     for (size_t i = 0; i < n + 2 * kApart; ++i) {
