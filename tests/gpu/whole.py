@@ -47,9 +47,11 @@ class StandIn:
         return self.answer()
 
     def kill(self) -> None:
-        """SIGKILL, and reap."""
+        """SIGKILL, and reap; what a fake GPU's memory was made of goes too."""
         self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
+        for left in Path("/dev/shm").glob(f"kvferry-fake-gpu-{self.process.pid}-*"):
+            left.unlink()
 
 
 @contextmanager

@@ -136,6 +136,14 @@ void fake_free_all(void) {
         ranges[i].bytes = 0;
     }
 }
+// A process that ends leaves nothing in /dev/shm; a forked one leaves its parent's alone.
+__attribute__((destructor)) static void at_the_end(void) {
+    char own[48];
+    snprintf(own, sizeof own, "/kvferry-fake-gpu-%d-", getpid());
+    for (int i = 0; i < RANGES; ++i)
+        if (ranges[i].bytes && !strncmp(ranges[i].name, own, strlen(own)))
+            shm_unlink(ranges[i].name);
+}
 
 static Range* find(uint64_t at) {
     for (int i = 0; i < RANGES; ++i)
