@@ -21,9 +21,6 @@ def pools() -> set[str]:
 
 
 LONG = ("falconh1", "gptoss", "granitehybrid", "llama_eagle", "qwen3next")
-# The prompts are this repository's texts: with some of them the last of 16 tokens is a tie that
-# vLLM's own prefix hit, without any connector, decides one way or the other.
-TIES = ("lfm2",)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +32,7 @@ def test_demo(model: str, tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
     command = [*kvferry_command(), "demo", "--model", model, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0 or model in TIES, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(file.read_bytes())
     assert report["model"] == model
     prompts = report["prompts"]
@@ -51,16 +48,13 @@ def test_demo(model: str, tmp_path: Path) -> None:
             "identical",
             "drafts",
         }
-        assert one["identical"] or model in TIES
+        assert one["identical"]
         assert one["hit_tokens"] > 0 or one["tokens"] <= SHORT.get(model, 0)
         if model in FULL_ONLY:
             assert one["bytes"] == one["hit_tokens"] * 2048
         assert (one["bytes"] > 0) == (one["hit_tokens"] > 0)
         assert (one["drafts"] > 0) == (MODELS[model].drafter is not None)
     assert pools() <= before, "the demo's pool is left behind"
-    if done.returncode:
-        assert sum(not one["identical"] for one in prompts) == 1
-        pytest.xfail("a tie among late tokens")
 
 
 def test_unknown_model_is_refused() -> None:
