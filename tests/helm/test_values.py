@@ -64,6 +64,9 @@ REFUSED = [
     ("remote.dfkv.library", "libdfkv.so"),
     ("http.listen", "everywhere"),
     ("http.readiness", "strict"),
+    ("ui.port", 0),
+    ("ui.targets", ["10.0.0.7"]),
+    ("ui.allowHosts", ["https://cache.example"]),
     ("monitoring.interval", "15"),
 ]
 
@@ -89,6 +92,11 @@ def test_serving_gpus_needs_sight_of_them():
 def test_dfkv_needs_its_library():
     with pytest.raises(helm_python.HelmError, match=r"remote\.dfkv\.library"):
         render({**MINIMAL, "remote": {"url": "dfkv://n1=10.0.0.1:12001"}})
+
+
+def test_a_page_needs_an_api_to_read():
+    with pytest.raises(helm_python.HelmError, match=r"ui\.enabled needs http\.listen"):
+        render({**MINIMAL, "ui": {"enabled": True}, "http": {"listen": ""}})
 
 
 def test_two_stores_are_refused():

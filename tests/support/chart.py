@@ -31,6 +31,7 @@ VARIANTS: Mapping[str, Values] = {
         "model": "m",
         "monitoring": {"serviceMonitor": {"enabled": True}},
         "http": {"probesAddress": "[::]", "probesPort": 9999},
+        "ui": {"enabled": True, "targets": ["10.0.0.7:9480", "https://b:9480"]},
     },
     "nodes-rdma": {
         "mode": "daemonset",
@@ -81,7 +82,11 @@ VARIANTS: Mapping[str, Values] = {
             "dashboard": {"enabled": True, "folder": "LLM"},
             "labels": {"release": "prometheus"},
         },
-        "networkPolicy": {"engineFrom": [{"podSelector": {"matchLabels": {"app": "router"}}}]},
+        "ui": {"enabled": True, "port": 9000, "allowHosts": ["cache.example"]},
+        "networkPolicy": {
+            "engineFrom": [{"podSelector": {"matchLabels": {"app": "router"}}}],
+            "uiFrom": [{"podSelector": {"matchLabels": {"app": "ingress"}}}],
+        },
         "nodeSelector": {"pool": "llm"},
         "affinity": {"nodeAffinity": {}},
         "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "more"}}],

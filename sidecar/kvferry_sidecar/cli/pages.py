@@ -26,7 +26,14 @@ from kvferry_sidecar.observe.http.server import bind_tcp, configured
 @click.option(
     "--token-file", default="", metavar="FILE", help="The nodes' token: allows their actions."
 )
-def ui(targets: str, listen: str, token_file: str) -> int:
+@click.option(
+    "--allow-host",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="A host name under which browsers reach this page, as of a reverse proxy; repeatable.",
+)
+def ui(targets: str, listen: str, token_file: str, names: tuple[str, ...]) -> int:
     """Serve the page of several nodes on this machine, until it is interrupted.
 
     Nodes are only read, unless --token-file names the file with their http.token_file's token;
@@ -41,17 +48,20 @@ def ui(targets: str, listen: str, token_file: str) -> int:
     listener = bind_tcp("--listen", listen)
     where = "{}:{}".format(*listener.getsockname()[:2])
     print(f"the page of {len(nodes)} nodes: http://{where}/ui/", flush=True)
-    asyncio.run(_serve(nodes, token, listener))
+    app_names = frozenset(name.lower() for name in names)
+    asyncio.run(_serve(nodes, token, app_names, listener))
     return ExitCode.OK
 
 
-async def _serve(nodes: list[str], token: str, listener: socket.socket) -> None:
+async def _serve(
+    nodes: list[str], token: str, names: frozenset[str], listener: socket.socket
+) -> None:
     import uvicorn  # noqa: PLC0415 - as above
 
     from kvferry_sidecar.observe.http import several  # noqa: PLC0415 - needs httpx
 
     async with several.new_client() as client:
-        server = uvicorn.Server(configured(several.application(nodes, client, token)))
+        server = uvicorn.Server(configured(several.application(nodes, client, token, names)))
         try:
             await server.serve([listener])
         except KeyboardInterrupt:  # uvicorn raises it again once it has stopped

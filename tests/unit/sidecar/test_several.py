@@ -44,6 +44,7 @@ def several(sidecars, token_file):
     command = [
         *(*kvferry_command(), "ui", "--target", targets),
         *("--listen", "127.0.0.1:0", "--token-file", str(token_file)),
+        *("--allow-host", "Cache.example"),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         told = process.stdout.readline()
@@ -94,6 +95,9 @@ def test_nothing_else_is_handed_on(several):
     refused = several.post("/nodes/0/api/v1/status", authorization=f"Bearer {TOKEN}")
     assert refused.status == 404
     assert several.get("/api/v1/nodes", host="elsewhere.example").status == 421
+    assert several.get("/api/v1/nodes", host="cache.example.evil").status == 421
+    for host in ("cache.example", "CACHE.example:443"):
+        assert several.get("/api/v1/nodes", host=host).status == 200
     assert several.get("/api/v1/nodes", origin="http://elsewhere.example").status == 403
 
 

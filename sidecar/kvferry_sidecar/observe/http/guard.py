@@ -54,10 +54,21 @@ def fault(code: str, text: str, remedy: str, status: int) -> Response:
 
 
 class Guard:
-    """Wraps an application. ``token`` may be read anew; ``local`` is the Unix socket."""
+    """Wraps an application. ``token`` may be read anew; ``local`` is the Unix socket.
 
-    def __init__(self, app: ASGIApp, *, token: Callable[[], str], local: bool) -> None:
+    ``names`` are further host names, in small letters, under which it may be asked.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: Callable[[], str],
+        local: bool,
+        names: frozenset[str] = frozenset(),
+    ) -> None:
         self._app = app
+        self._names = names
         self._token = token
         self._local = local
 
@@ -76,7 +87,7 @@ class Guard:
         if self._local:
             return None
         host = request.headers.get("host", "")
-        if not host_allowed(host):
+        if host.partition(":")[0].lower() not in self._names and not host_allowed(host):
             return fault(
                 "host",
                 f"the Host {host!r} is no address of this machine",

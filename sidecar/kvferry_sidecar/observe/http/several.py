@@ -92,8 +92,16 @@ class Nodes:
         return StreamingResponse(_pieces(answer), answer.status_code, headers)
 
 
-def application(targets: Sequence[str], client: httpx.AsyncClient, token: str) -> ASGIApp:
-    """Return the application over these nodes; ``token`` "": nobody may act."""
+def application(
+    targets: Sequence[str],
+    client: httpx.AsyncClient,
+    token: str,
+    names: frozenset[str] = frozenset(),
+) -> ASGIApp:
+    """Return the application over these nodes; ``token`` "": nobody may act.
+
+    ``names`` are host names under which it may be asked, beside addresses and this host's own.
+    """
     nodes = Nodes(targets, client)
     app = Starlette(
         routes=[
@@ -102,7 +110,7 @@ def application(targets: Sequence[str], client: httpx.AsyncClient, token: str) -
             *ui.routes(),
         ]
     )
-    return Guard(app, token=lambda: token, local=False)
+    return Guard(app, token=lambda: token, local=False, names=names)
 
 
 def new_client() -> httpx.AsyncClient:
