@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from support.engine import (
     running_engine,
 )
 from support.http import Http
+from support.pages import LAPTOP, NEEDS, PHONE, chromium, fits, listens, opened
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
 
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def sidecar() -> Iterator[SidecarUnderTest]:
-    with running_sidecar() as one:
+    with running_sidecar(flags=("--http-listen", "127.0.0.1:0")) as one:
         yield one
 
 
@@ -252,6 +254,7 @@ def test_the_costs_of_loading_and_computing_are_measured(
 ) -> None:
     tokens = texts.take(2500)
     writer.run(tokens)
+    reader.run(texts.take(700))  # it computes something too
 
     def known() -> bool:
         costs = sidecar.status()["pipeline"]["breaker"]
@@ -262,6 +265,41 @@ def test_the_costs_of_loading_and_computing_are_measured(
     costs = sidecar.wait_idle()["pipeline"]["breaker"].values()
     assert sum(one["loads"] for one in costs) > 0
     assert not any(one["open"] or one["withheld"] for one in costs)
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("dark", LAPTOP), ("light", PHONE)])
+@NEEDS[0]
+@NEEDS[1]
+def test_the_page_tells_of_real_engines(
+    sidecar: SidecarUnderTest,
+    writer: EngineUnderTest,
+    reader: EngineUnderTest,
+    texts: Texts,
+    scheme: str,
+    size: dict[str, int],
+    tmp_path: Path,
+) -> None:
+    """After the costs were measured: the page shows them, the engines, and a request's story."""
+    tokens, name = texts.take(1000), f"on-the-page-{scheme}"
+    writer.run(tokens)
+    reader.generate(ask(tokens, name=name))
+    with (
+        chromium() as browser,
+        opened(browser, listens(sidecar), color_scheme=scheme, viewport=size) as page,
+    ):
+        ranks = page.get_by_role("region", name="Engines and ranks").get_by_role("row")
+        ranks.filter(has_text="shared memory").nth(1).wait_for()
+        assert ranks.count() == 5  # two halves each, and the head
+        pace = page.get_by_role("region", name="Break-even").get_by_text("computing a token")
+        pace.first.wait_for()
+        page.screenshot(path=tmp_path / "overview.png", full_page=True)
+        page.goto(f"{page.url.partition('#')[0]}#/requests/{name}")
+        page.get_by_text(f"Loaded {hit_of(tokens):,} tokens.").first.wait_for()
+        assert page.locator(".timeline rect.copy").count() >= 1
+        assert fits(page, size["width"])
+        page.screenshot(path=tmp_path / "request.png", full_page=True)
+        page.locator('nav a[href="#/namespaces"]').click()
+        page.locator("svg.chunks").first.wait_for()
 
 
 def test_idle_engine_and_a_restarted_sidecar(
