@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml CMakeLists.txt $(NATIVE_BUILT)
 setup: $(STAMP) ## make .venv with kvferry, the command `kvferry`, vLLM for CPU and all tools
 
 .PHONY: demo
-demo: setup ## run the main job with two real engine processes (MODEL=llama|qwen3)
+demo: setup ## run the main job with two real engine processes (MODEL=llama; kvferry demo -h lists all)
 	$(BIN)/python -m kvferry_demo.run --model $(MODEL)
 
 .PHONY: test

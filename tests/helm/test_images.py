@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -9,9 +10,12 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
 from support.chart import MINIMAL, container, release, values_of
 from support.clean_env import BUILD_INPUTS
 from support.dockerfile import read_dockerfile
+from support.image_packages import canonical, license_of, listed
 from support.sources import ROOT
 
 DOCKERFILE = ROOT / "images" / "Dockerfile"
@@ -67,17 +71,53 @@ def test_the_context_is_what_the_build_reads():
     assert "**/*.so" in lines, "a library built here must not reach an image"
 
 
-def canonical(name):
-    return name.strip().lower().replace("_", "-")
+# Licenses that an image may hold unchanged beside our own. OLDAP-2.8 is OpenLDAP's, much like BSD;
+# MPL-2.0 binds the files it covers.
+ALLOWED = {
+    "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "ISC", "MIT", "MPL-2.0",
+    "OLDAP-2.8", "PSF-2.0", "Zlib",
+}  # fmt: skip
 
 
-def test_every_dependency_of_the_image_is_pinned():
-    """tests/release compares the whole set with a real installation."""
-    lines = (ROOT / "images" / "constraints.txt").read_text().splitlines()
-    pinned = {canonical(line.partition("==")[0]) for line in lines if "==" in line}
+def default_extras():
     (extras,) = instructions("build", "ARG")
-    wanted = list(PACKAGE["dependencies"])
-    for extra in extras.removeprefix("EXTRAS=").split(","):
-        wanted += PACKAGE["optional-dependencies"][extra]
-    names = {canonical(re.split(r"[\[<>=;]", one)[0]) for one in wanted}
-    assert names <= pinned, "add them to images/constraints.txt"
+    return extras.removeprefix("EXTRAS=").split(",")
+
+
+@pytest.mark.parametrize("mooncake", [False, True])
+def test_the_list_is_what_the_extras_need(mooncake):
+    """By the metadata of what is installed here; tests/release compares with an installation."""
+    extras = [*default_extras(), *(["mooncake"] if mooncake else [])]
+    open_ = [Requirement(one) for one in PACKAGE["dependencies"]]
+    open_ += [
+        Requirement(one) for extra in extras for one in PACKAGE["optional-dependencies"][extra]
+    ]
+    needed = set()
+    while open_:
+        name = canonical(open_.pop().name)
+        if name in needed:
+            continue
+        needed.add(name)
+        further = map(Requirement, importlib.metadata.requires(name) or [])
+        open_ += [one for one in further if not one.marker or one.marker.evaluate({"extra": ""})]
+    assert set(listed(mooncake=mooncake)) == needed
+
+
+def test_licenses_are_stated_as_packages_state_them():
+    """Of the versions that are listed; this environment may hold others of some."""
+    here = [
+        (one, importlib.metadata.distribution(one.name)) for one in listed(mooncake=True).values()
+    ]
+    same = [(one, package) for one, package in here if package.version == one.version]
+    assert same
+    for one, package in same:
+        assert license_of(package) == one.license, one
+
+
+def test_licenses_are_ones_that_may_be_shipped():
+    for one in listed(mooncake=True).values():
+        assert set(re.split(r" (?:AND|OR) ", one.license)) <= ALLOWED, one
+    packages = json.loads((ROOT / "ui" / "package-lock.json").read_text())["packages"]
+    shipped = {name: one for name, one in packages.items() if name and not one.get("dev")}
+    assert shipped
+    assert {one["license"] for one in shipped.values()} <= ALLOWED

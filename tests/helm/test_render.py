@@ -27,7 +27,7 @@ NAMES = [*RECIPES, *VARIANTS]
 KUBERNETES = ("1.30", "1.34", "1.37")
 # The chart says 1.30; claims for devices came with this one.
 CLAIMS_SINCE = "1.34"
-# Their schemas come with the operators that serve them.
+# Their schemas come with the operators that serve them: test_crds.py.
 FOREIGN = ("monitoring.coreos.com/",)
 
 

@@ -13,6 +13,7 @@ import pytest
 from kvferry_demo.processes import SHARED_MEMORY, new_pool_name, unlink_pool
 from support.clean_env import copy_sources, make_venv, pip_into, run
 from support.dockerfile import read_dockerfile
+from support.image_packages import Listed, license_of, listed
 from support.sources import ROOT
 from support.waiting import wait_until
 
@@ -70,8 +71,16 @@ def test_a_packager_s_flags_build_a_wheel_that_works(tmp_path: Path) -> None:
     assert "pool format" in run([str(bin_dir / "kvferry"), "version"], tmp_path)
 
 
+@pytest.fixture(scope="module", params=["sidecar,redis,ui", "sidecar,redis,ui,mooncake"])
+def variant(request: pytest.FixtureRequest) -> str:
+    """The extras of an image: its default, and the one that the Dockerfile's head names."""
+    extras = str(request.param)
+    assert f"EXTRAS={extras}" in (ROOT / "images" / "Dockerfile").read_text()
+    return extras
+
+
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(tmp_path_factory: pytest.TempPathFactory, variant: str) -> Path:
     """Run the RUN lines of the image's build stage here; return what would be /opt/venv."""
     folder = tmp_path_factory.mktemp("image")
     copy_sources(folder / "src")
@@ -82,37 +91,33 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [one for one in recipe if one.stage == "build"]
     lines = [one.rest for one in build if one.word == "RUN" and "apt-get" not in one.rest]
     assert lines
-    arguments = dict(one.rest.split("=", 1) for one in build if one.word == "ARG")
+    assert [one.rest.partition("=")[0] for one in build if one.word == "ARG"] == ["EXTRAS"]
     for line in lines:
         here = line.replace("/opt/venv", str(folder / "venv"))
         # The image's python is the one with pip.
         here = re.sub(r"\bpython -m", f"{sys.executable} -m", here)
-        run(["bash", "-euc", here], folder / "src", environment=arguments)
+        run(["bash", "-euc", here], folder / "src", environment={"EXTRAS": variant})
     return folder / "venv"
 
 
-LICENSE_NAMES = {"MIT License": "MIT", "Apache Software License": "Apache-2.0"}
-
-
-def license_of(package: importlib.metadata.Distribution) -> str:
-    """Return the SPDX expression that a package states, in one of three places."""
-    facts = package.metadata
-    stated = str(facts.get("License-Expression") or facts.get("License") or "")
-    if stated and "\n" not in stated:
-        return stated
-    named = [one.rpartition(" :: ")[2] for one in facts.get_all("Classifier") or []]
-    (found,) = [LICENSE_NAMES[one] for one in named if one in LICENSE_NAMES]
-    return found
-
-
-def test_the_image_holds_exactly_what_is_listed(image: Path) -> None:
+def test_the_image_holds_exactly_what_is_listed(image: Path, variant: str) -> None:
     (site,) = image.glob("lib/python*/site-packages")
     packages = [
         one for one in importlib.metadata.distributions(path=[str(site)]) if one.name != "kvferry"
     ]
-    installed = {f"{one.name}=={one.version}  # {license_of(one)}" for one in packages}
-    lines = (ROOT / "images" / "constraints.txt").read_text().splitlines()
-    assert {line for line in lines if "==" in line} == installed
+    installed = {str(Listed(one.name, one.version, license_of(one))) for one in packages}
+    assert {str(one) for one in listed(mooncake="mooncake" in variant).values()} == installed
+
+
+def test_the_variant_has_the_client_of_its_store(image: Path, variant: str, tmp_path: Path) -> None:
+    """Its wheel is linked to libraries that the Dockerfile installs by apt."""
+    code = "import mooncake.store; print(mooncake.store.MooncakeDistributedStore)"
+    command = [str(image / "bin" / "python"), "-c", code]
+    if "mooncake" in variant:
+        assert "MooncakeDistributedStore" in run(command, tmp_path)
+    else:
+        with pytest.raises(AssertionError, match="No module named 'mooncake'"):
+            run(command, tmp_path)
 
 
 def test_the_image_has_the_page(image: Path) -> None:
