@@ -48,7 +48,7 @@ def test_limit_covers_request_covers_pool(name):
     pool_mi, shm_mi = int(pool.removesuffix("MiB")), mebibytes(volume["sizeLimit"])
     request_mi = mebibytes(resources["requests"]["memory"])
     assert volume["medium"] == "Memory"
-    # The index takes a 256th by default; tests/helm/test_rehearsal.py serves from such a mount.
+    # The index takes a 256th by default; tests/e2e/test_pod.py serves from such a mount.
     assert shm_mi >= pool_mi * 257 / 256 + 8
     store = tomllib.loads(release(name).toml())["tiers"].get("remote", {})
     segment_mi = int(store.get("segment_bytes", "0MiB").removesuffix("MiB"))
