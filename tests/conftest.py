@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ from support.logs import tail, watched
 if TYPE_CHECKING:
     from support.fake_cuda import FakeGpu
 
+
+# A shell's background job ignores Ctrl-C, and so would every child in which a test presses it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Its default draws a traceback with all local variables: seconds on a busy machine, in which halves
 # under test count as silent.
