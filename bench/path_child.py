@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvferry_connector.wire.hot import Outcome
 from kvferry_demo.protocol import EngineSetup
 
 from bench.common import SharedMemcpy, cpu_s, memcpy_gb_per_s
@@ -83,6 +84,7 @@ class Bench:
         self._clock = Clock(cpu=True)
         self._started_s = self._ended_s = 0.0
         self._moved_bytes = 0
+        self._heard: set[int] = set()
         self._watch(engine)
         self._clock.wrap(engine.scheduler_connector)
         self._clock.wrap(engine.worker_connector)
@@ -94,7 +96,10 @@ class Bench:
         half, hear = worker._worker, worker._worker._hear
 
         def heard(message: Any) -> None:
-            self._moved_bytes += getattr(message, "moved_bytes", 0)
+            # While digests are made nobody acknowledges, and an outcome comes again.
+            if isinstance(message, Outcome) and message.job not in self._heard:
+                self._heard.add(message.job)
+                self._moved_bytes += message.moved_bytes
             hear(message)
 
         half._hear = heard
