@@ -48,9 +48,6 @@ class Server(Protocol):
     def kill(self) -> None:
         """SIGKILL it and wait for its end."""
 
-    def log_tail(self) -> str:
-        """Return the end of its log."""
-
     def close(self) -> None:
         """End it and remove what it leaves."""
 
@@ -88,9 +85,6 @@ class FerryServer:
     def kill(self) -> None:
         assert self._child is not None, "started"
         self._child.kill(signal.SIGKILL)
-
-    def log_tail(self) -> str:
-        return "" if self._child is None else self._child.tail(20)
 
     def close(self) -> None:
         if self._child is not None:
@@ -147,9 +141,6 @@ class LMCacheServer:
     def kill(self) -> None:
         assert self._child is not None, "started"
         self._child.kill(signal.SIGKILL)
-
-    def log_tail(self) -> str:
-        return "" if self._child is None else self._child.tail(20)
 
     def close(self) -> None:
         if self._child is not None:
