@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -26,7 +28,7 @@ from kvferry_connector.wire.hot import (
     TableSlice,
 )
 from kvferry_connector.wire.names import NO_VERSION
-from support.raw_half import BLOCK_TOKENS, KvMemory
+from support.raw_half import BLOCK_TOKENS, KvMemory, attach_pair
 
 HASH_BYTES = 32
 M = TypeVar("M")
@@ -227,3 +229,14 @@ def hashes(prompt: str, count: int) -> list[bytes]:
 def ids(blocks: Sequence[int]) -> bytes:
     """Return a raw table frame."""
     return np.array(blocks, dtype="<i4").tobytes()
+
+
+@contextmanager
+def raw_engine(run_dir: Path, life: bytes) -> Iterator[HotEngine]:
+    """Yield an engine of two raw halves, which leave in the end."""
+    memory = KvMemory()
+    halves = attach_pair(run_dir, memory, life)
+    yield HotEngine(*halves, memory, life)
+    for half in halves:
+        half.leave()
+    memory.close()

@@ -127,13 +127,7 @@ def test_a_batch_has_few_enough_descriptors(gpu: FakeGpu, driver: Driver) -> Non
 @pytest.mark.parametrize("width", cuda_kernel.VECTORS)
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_every_variant_of_the_kernel_compiles(architecture: int, width: int) -> None:
-    try:
-        ptx = cuda_kernel.compile_ptx(architecture, width)
-    except CudaError as error:
-        if "NVRTC is not here" in str(error):
-            pytest.skip(str(error))
-        raise
-    text = ptx.decode()
+    text = cuda_kernel.compile_ptx(architecture, width).decode()
     assert f".target sm_{architecture}" in text
     assert ".entry kv_move(" in text
     wanted = {16: "ld.global.cs.v4.u32", 8: "ld.global.cs.v2.u32", 4: "ld.global.cs.u32",
@@ -147,7 +141,7 @@ def test_every_variant_of_the_kernel_compiles(architecture: int, width: int) -> 
 def test_an_error_of_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_kernel, "SOURCE", 'extern "C" __global__ void kv_move() { nonsense }')
     try:
-        with pytest.raises(CudaError, match=r"nonsense|NVRTC is not here"):
+        with pytest.raises(CudaError, match="nonsense"):
             cuda_kernel.compile_ptx.__wrapped__(90, 16)
     finally:
         cuda_kernel.compile_ptx.cache_clear()

@@ -9,9 +9,9 @@ import zipfile
 
 import pytest
 from kvferry_sidecar.cli import main
-from support.hot_engine import HotEngine
+from support.hot_engine import raw_engine
 from support.http import Http
-from support.raw_half import KvMemory, RawHalf, attach_pair, engine_registration
+from support.raw_half import RawHalf, engine_registration
 from support.sidecar import running_sidecar
 from support.waiting import wait_until
 
@@ -59,12 +59,8 @@ def probes(local):
 
 @pytest.fixture
 def engine(sidecar):
-    memory = KvMemory()
-    halves = attach_pair(sidecar.run_dir, memory, LIFE)
-    yield HotEngine(*halves, memory, LIFE)
-    for half in halves:
-        half.leave()
-    memory.close()
+    with raw_engine(sidecar.run_dir, LIFE) as one:
+        yield one
 
 
 def test_probes_of_an_idle_sidecar(tcp, probes, local):

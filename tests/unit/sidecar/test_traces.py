@@ -13,9 +13,8 @@ from kvferry_sidecar.outcomes.reasons import Reason
 from kvferry_sidecar.outcomes.records import JobEnd, Record
 from structlog import get_logger
 from support.collector import facts, running_collector
-from support.hot_engine import HotEngine
+from support.hot_engine import raw_engine
 from support.http import Http
-from support.raw_half import KvMemory, attach_pair
 from support.sidecar import running_sidecar, set_flags
 from support.waiting import wait_until
 
@@ -39,12 +38,8 @@ def sidecar(collector):
 
 @pytest.fixture(scope="module")
 def engine(sidecar):
-    memory = KvMemory()
-    halves = attach_pair(sidecar.run_dir, memory, LIFE)
-    yield HotEngine(*halves, memory, LIFE)
-    for half in halves:
-        half.leave()
-    memory.close()
+    with raw_engine(sidecar.run_dir, LIFE) as one:
+        yield one
 
 
 def test_a_hit_is_one_trace_below_the_engines_span(sidecar, engine, collector):
@@ -109,13 +104,9 @@ def test_a_collector_that_is_down_costs_its_traces_only(sidecar, engine, collect
 def test_what_ended_before_the_stop_is_sent(collector):
     settings = {"traces.endpoint": collector.endpoint, "traces.sample_percent": 100}
     with running_sidecar(pool_bytes=8 << 20, flags=set_flags(settings)) as running:
-        memory = KvMemory()
-        halves = attach_pair(running.run_dir, memory, LIFE)
-        assert HotEngine(*halves, memory, LIFE).get("at the end") == 0
-        for half in halves:
-            half.leave()
+        with raw_engine(running.run_dir, LIFE) as engine:
+            assert engine.get("at the end") == 0
         running.process.stop()
-        memory.close()
     assert collector.trace("at the end")
 
 
