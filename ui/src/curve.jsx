@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import { bytes, count } from "./format.js";
-import { Facts, Panel } from "./parts.jsx";
+import { Facts, Panel, plotStyle } from "./parts.jsx";
 
 const HEIGHT = 160;
 
@@ -10,9 +10,7 @@ const Plot = ({ sizes, shares, poolBytes }) => {
   const box = useRef(null);
   const plot = useRef(null);
   useEffect(() => {
-    const style = getComputedStyle(document.documentElement);
-    const color = (name) => style.getPropertyValue(name).trim();
-    const axis = { stroke: color("--quiet"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    const { color, axis } = plotStyle();
     const made = new uPlot(
       {
         width: box.current.clientWidth || 400,

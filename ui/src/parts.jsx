@@ -84,13 +84,19 @@ const clock = (at) => new Date(at * 1000).toTimeString().slice(0, 8);
 // The last five minutes, or as much of them as has been seen, at least one.
 const window_of = (_, min, max) => [Math.min(min ?? max - 60, max - 60), max];
 
+// The page's colours, for plots, which take none from style sheets.
+export const plotStyle = () => {
+  const style = getComputedStyle(document.documentElement);
+  const color = (name) => style.getPropertyValue(name).trim();
+  const axis = { stroke: color("--quiet"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  return { color, axis };
+};
+
 export const Chart = ({ series, lines, unit }) => {
   const box = useRef(null);
   const plot = useRef(null);
   useEffect(() => {
-    const style = getComputedStyle(document.documentElement);
-    const color = (name) => style.getPropertyValue(name).trim();
-    const axis = { stroke: color("--quiet"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+    const { color, axis } = plotStyle();
     const made = new uPlot(
       {
         width: box.current.clientWidth || 400,
