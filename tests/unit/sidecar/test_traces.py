@@ -97,7 +97,10 @@ def test_a_collector_that_is_down_costs_its_traces_only(sidecar, engine, collect
     collector.status = 200
     assert engine.get("after") == 0
     wait_until(lambda: collector.trace("after"), "traces come again")
-    assert local.get("/api/v1/status").json()["traces"]["error"] == ""
+    wait_until(  # the collector has them before the sidecar has its answer
+        lambda: local.get("/api/v1/status").json()["traces"]["error"] == "",
+        "the sidecar knows that they are taken",
+    )
     assert collector.trace("lost") == {}
 
 
