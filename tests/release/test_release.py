@@ -71,7 +71,7 @@ def test_a_packager_s_flags_build_a_wheel_that_works(tmp_path: Path) -> None:
     assert "pool format" in run([str(bin_dir / "kvferry"), "version"], tmp_path)
 
 
-@pytest.fixture(scope="module", params=["sidecar,redis,ui", "sidecar,redis,ui,mooncake"])
+@pytest.fixture(scope="module", params=["sidecar,redis,ui,otel", "sidecar,redis,ui,otel,mooncake"])
 def variant(request: pytest.FixtureRequest) -> str:
     """The extras of an image: its default, and the one that the Dockerfile's head names."""
     extras = str(request.param)

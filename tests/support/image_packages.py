@@ -12,7 +12,7 @@ from support.sources import ROOT
 CONSTRAINTS = ROOT / "images" / "constraints.txt"
 MOONCAKE = "# With the extra mooncake also"
 _CLASSIFIERS = {"MIT License": "MIT", "Apache Software License": "Apache-2.0"}
-_SPELLINGS = {"Apache 2.0": "Apache-2.0"}
+_SPELLINGS = {"Apache 2.0": "Apache-2.0", "3-Clause BSD License": "BSD-3-Clause"}
 
 
 @dataclass(frozen=True, slots=True)
