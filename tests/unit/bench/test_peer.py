@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from bench.peer import report, run
+from bench.peer.charts import CHARTS
 from bench.peer.figures import Row, as_json, compared, markdown
+from bench.peer.report import BEGIN, DOCS, END, IMAGES, RESULTS, as_text, merged, replaced
 from bench.peer.rig import turns
-from bench.peer.run import BEGIN, DOCS, END, as_text, main, replaced
+from bench.peer.run import main
 from bench.peer.stats import median_interval, medians
+from bench.plots import Panel
 
 
 @pytest.mark.parametrize(
@@ -56,22 +63,29 @@ def test_everyone_begins_equally_often() -> None:
         assert sorted(order[place] for order in orders) == ["a", "a", "b", "b", "c", "c"]
 
 
+def row(table=(), date="2026-01-01"):
+    return {
+        "date": date,
+        "machine": {"cpu": "some processor", "cores": 2, "load_average": 0.25},
+        "versions": {"kvferry": "1", "LMCache": "2"},
+        "table": as_json(table),
+    }
+
+
 def test_the_table_says_it_all() -> None:
     rows = [
         compared("hooks", "us", 5.0, 100.0, target=5.0, reference=1.0),
         Row("hits are back after", "s", 4.2, "not within 60 s", note="servers took 1, 9 s"),
     ]
-    report = {
-        "date": "2026-01-01",
-        "machine": {"cpu": "some processor", "cores": 2, "load_average": 0.25},
-        "versions": {"kvferry": "1", "LMCache": "2"},
-        "rows": {"1. Steps": {"table": as_json(rows)}, "2. Other": {"error": "it fell\nover"}},
-    }
-    text = as_text(report, {"1. Steps": rows})
-    assert "some processor, 2 cores, load 0.2 at the start; kvferry 1, LMCache 2." in text
+    report = {"rows": {"1. Steps": row(rows), "2. Other": row(date="2026-02-02")}}
+    report["rows"]["2. Other"] |= {"error": "it fell\nover"}
+    text = as_text(report)
+    box = "some processor, 2 cores, load 0.2 at the start; kvferry 1, LMCache 2."
+    assert f"* Row 1: 2026-01-01, {box}\n* Row 2: 2026-02-02, {box}" in text
     assert "| hooks | 5 us | 100 us | 1 us | 20.00x | ahead |" in text
     assert "| 4.2 s | not within 60 s |  |  | (servers took 1, 9 s) |" in text
     assert "2. Other failed: it fell" in text
+    assert "(images/peer-steps.svg)" in text
     # A pipe in a value would open another column.
     assert "x \\| y" in markdown({"": [Row("n", "", "x | y", "z")]})
 
@@ -90,3 +104,77 @@ def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["99"])
     assert "no row [99]" in capsys.readouterr().err
+
+
+def test_a_run_of_some_rows_keeps_the_others() -> None:
+    before = {"rows": {"1. a": row(date="old"), "7. b": row(date="old"), "2. c": row(date="old")}}
+    failed = row(date="new") | {"error": "it fell"}
+    now = {"rows": {"7. b": row(date="new"), "2. c": failed, "3. d": row(date="new")}}
+    made = merged(before, now)["rows"]
+    assert {title: one["date"] for title, one in made.items()} == {
+        "1. a": "old", "2. c": "old", "3. d": "new", "7. b": "new",
+    }  # fmt: skip
+    assert list(made) == sorted(made)
+
+
+STORED = json.loads(RESULTS.read_text())
+
+
+def test_the_document_shows_what_is_stored() -> None:
+    """Its tables are made of the results, and every plot that it shows is there."""
+    document = DOCS.read_text()
+    assert replaced(document, as_text(STORED)) == document
+    for name, _, _ in CHARTS.values():
+        assert (IMAGES / f"{name}.svg").is_file()
+
+
+@pytest.mark.parametrize("number", sorted(CHARTS))
+def test_plots_show_the_table_s_numbers(number: int) -> None:
+    (stored,) = [one for title, one in STORED["rows"].items() if title.startswith(f"{number}")]
+    for panel in CHARTS[number][2](stored["measured"]):
+        assert {"kvferry", "LMCache"} <= {name.partition(",")[0] for name in panel.up_values}
+        for values in panel.up_values.values():
+            assert len(values) == len(panel.places)
+    # The first panel's first place, and the table's row of it.
+    panel = CHARTS[number][2](stored["measured"])[0]
+    first = stored["table"][0]
+    side = next(name for name in panel.up_values if name.startswith("kvferry"))
+    assert panel.up_values[side][0] == pytest.approx(first["ferry"])
+
+
+def test_a_panel_needs_a_value_for_every_place() -> None:
+    with pytest.raises(ValueError, match="2 values for 3 places"):
+        Panel("us", [1, 2, 3], {"kvferry": [1.0, 2.0]})
+
+
+def test_what_is_measured_is_written_where_it_belongs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program over rows that are made up: what it keeps, replaces and says."""
+    results, docs = tmp_path / "peer.json", tmp_path / "docs.md"
+    docs.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    monkeypatch.setattr(run, "RESULTS", results)
+    monkeypatch.setattr(run, "PART", tmp_path / "part.json")
+    monkeypatch.setattr(report, "DOCS", docs)
+    monkeypatch.setattr(run, "peer_python", lambda: "python")
+    hooks = [5.0]
+
+    def broken(quick: bool) -> run.Outcome:
+        raise RuntimeError("it fell")
+
+    def seven(quick: bool) -> run.Outcome:
+        return {}, [compared("models", "", hooks[0], 10.0)]
+
+    monkeypatch.setattr(run, "ROWS", {7: ("7. Kinds", seven), 8: ("8. Other", broken)})
+    assert main([]) == 1
+    assert "8. Other failed: it fell" in docs.read_text()
+    assert "| models | 5 | 10 |" in docs.read_text()
+    hooks[0] = 2.0
+    assert main(["7"]) == 0
+    assert "| models | 2 | 10 |" in docs.read_text()
+    stored = json.loads(results.read_text())
+    assert list(stored["rows"]) == ["7. Kinds", "8. Other"]
+    hooks[0] = 1.0
+    assert main(["7", "--quick"]) == 0
+    assert "| models | 1 | 10 |" in capsys.readouterr().out
+    assert json.loads(results.read_text()) == stored
