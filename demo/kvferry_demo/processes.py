@@ -132,7 +132,7 @@ class Sidecar(Child):
         """Return the status document, or None when the sidecar does not answer."""
         command = [*kvferry_command(), "status", "--json", "--run-dir", str(self.run_dir)]
         answer = subprocess.run(
-            in_environment({}, command), capture_output=True, timeout=STOP_S, check=False
+            in_environment({}, command), capture_output=True, timeout=SIDECAR_START_S, check=False
         )
         if answer.returncode != 0:
             return None
@@ -194,7 +194,7 @@ class Engine(Child):
             raise ChildError(f"the engine failed: {reply.message}\n{self.tail()}")
         return reply
 
-    def wait_attached(self, beyond_epoch: int = 0, deadline_s: float = 30.0) -> int:
+    def wait_attached(self, beyond_epoch: int = 0, deadline_s: float = 90.0) -> int:
         """Wait until the connector is ready at another epoch than the given one; return it.
 
         Raises ChildError, naming the connector's state, at the deadline.

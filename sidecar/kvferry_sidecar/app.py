@@ -313,7 +313,7 @@ class App:
             limits=config.limits,
             epoch=self.epoch,
             endpoint=endpoint,
-            status=lambda: self._desk.status(self._loop.now_s()),
+            status=lambda turn_s: self._desk.status(turn_s),  # noqa: PLW0108 - built after this
             open_device=self._open_device,
             log=self._log,
         )

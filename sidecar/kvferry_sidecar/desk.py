@@ -153,6 +153,7 @@ class Desk:
         self._reload = reload
         self._faults = faults
         self._progress = progress
+        self._told = (-1.0, b"")
         self._gpus = gpus
         self._traces = traces
         self._log = log
@@ -176,9 +177,14 @@ class Desk:
             traces=self._traces.reading() if self._traces is not None else None,
         )
 
-    def status(self, now_s: float) -> bytes:
-        """Return the status document as JSON."""
-        return status.encode(self.reading(now_s).document)
+    def status(self, turn_s: float) -> bytes:
+        """Return the status document as JSON: one for all who ask within a turn of the loop.
+
+        It costs a millisecond, and one read of a stream may bring ten thousand questions.
+        """
+        if self._told[0] != turn_s:
+            self._told = (turn_s, status.encode(self.reading(turn_s).document))
+        return self._told[1]
 
     def records(self, _now_s: float) -> tuple[Record, ...]:
         """Return the last requests, oldest first."""

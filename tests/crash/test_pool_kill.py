@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +21,7 @@ from kvferry_native import Pool, crc32c
 from support import pool_child
 from support.pools import keys_of, pattern_of, segment
 
-LIVES = 8
+LIVES, LIVES_MAX = 8, 200
 SLAB = 16384
 KEYS_MAX = 120
 
@@ -85,7 +86,10 @@ def test_ready_survives_kill_intact(seed: int) -> None:
     with segment(24 * SLAB, SLAB, KEYS_MAX) as (fd, nbytes):
         Pool.create(fd, nbytes, SLAB, KEYS_MAX, epoch=0, threads=1).close()
         kept = interrupted = 0
-        for life in range(LIVES):
+        for life in count():  # where a kill strikes is up to the machine
+            if life >= LIVES and kept and interrupted:
+                break
+            assert life < LIVES_MAX, f"kept {kept}, interrupted {interrupted}"
             live_and_die(fd, 1000 * seed + life)
             pool = Pool.attach(fd, life)
             assert not pool.was_clean
@@ -98,6 +102,4 @@ def test_ready_survives_kill_intact(seed: int) -> None:
             pool.abort(got.astype(np.uint32))
             verify(pool)
             del pool
-        assert kept > 0, "no life got as far as a commit"
-        assert interrupted > 0, "no life was killed in the middle of anything"
         assert os.fstat(fd).st_size == nbytes

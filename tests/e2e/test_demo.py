@@ -66,7 +66,7 @@ def test_unknown_model_is_refused() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 2
     assert "llama" in done.stderr

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import kvferry_connector
@@ -29,24 +28,15 @@ from support.chart import Release, container, render, volumes
 from support.engine import PATIENCE, EngineUnderTest, Texts, hit_of
 from support.logs import watch_log
 from support.pod import Pod, inner_pid, refusal, running_pod, status_of, terminate
+from support.server import free_port
 from support.sources import ROOT
 from support.waiting import wait_until
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free now."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
 
 REFUSAL = refusal()
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)]
 POOL_MI = 64
 # The pod's network is this machine's, where others may listen.
-LISTEN, PROBES = free_ports(2)
+LISTEN, PROBES = free_port(), free_port()
 VALUES = {
     "http": {"listen": f"127.0.0.1:{LISTEN}", "probesPort": PROBES},
     "model": "/models/llama",
@@ -244,7 +234,7 @@ def write_tokenizer(folder: Path) -> None:
 @pytest.mark.timeout(900)
 def test_the_pod_with_vllm_s_own_server(tmp_path: Path) -> None:
     """The rendered command line serves and saves, and ends in order."""
-    (port,) = free_ports(1)
+    port = free_port()
     engine = {
         **VALUES["engine"],
         "port": port,

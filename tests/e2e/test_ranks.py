@@ -105,7 +105,13 @@ def test_two_data_parallel_engines_share_what_one_saved(tmp_path: Path) -> None:
             assert sessions[0]["namespace"] == sessions[1]["namespace"]
             assert [session["ranks"] for session in sessions] == [[0], [0]]
             cold = ask(engines, 0, tokens)
-            wait_until(lambda: ledger(sidecar)["saved_bytes"], "rank 0 saved")
+            ((chunk_bytes,),) = {
+                tuple(half["payload_bytes"])
+                for half in (*sessions[0]["halves"], *sessions[1]["halves"])
+                if half["rank"] >= 0
+            }
+            whole_bytes = len(tokens) // 128 * chunk_bytes
+            wait_until(lambda: ledger(sidecar)["saved_bytes"] == whole_bytes, "rank 0 saved")
             sidecar.wait_idle()
             assert ledger(sidecar)["loaded_bytes"] == 0
             assert ask(engines, 1, tokens) == cold

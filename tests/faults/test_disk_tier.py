@@ -63,7 +63,8 @@ def test_objects_outlive_process_and_pool(sidecar: SidecarUnderTest) -> None:
         assert [engine.get(prompt, range(20, 28)) for prompt in prompts[1:]] == [128] * 9
         again = engine.lease(prompts[1], 8)[1]
         assert again.sources == {"host": 128}, "what was brought stays in the pool"
-        assert engine.ended(engine.submit(engine.load_job(admission, range(30, 38)))).status
+        load = engine.submit(engine.load_job(admission, range(30, 38)))
+        assert engine.ended(load).status == "done"
         assert engine.holds(prompts[0], range(30, 38))
 
 

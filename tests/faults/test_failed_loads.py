@@ -11,9 +11,10 @@ from support.books import read_status, wait_settled
 from support.client_half import ClientEngine, client_engine
 from support.kit import ENABLED, Kit
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
+from support.waiting import wait_until
 
 BLOCKS, FIRST, SECOND = (1, 2, 3), (4, 5, 6), (7, 8, 9)
-LIMITS = {"limits.copy_ms_max": 300, "limits.fence_ms_max": 300}
+LIMITS = {"limits.copy_ms_max": 1000, "limits.fence_ms_max": 1000}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,9 @@ def test_a_damaged_object_fails_once_for_each_that_shares_it(
         assert outcome.status == "failed", "both, once each"
         assert outcome.shorter_tokens == chunk * 16, "the longest prefix that is still complete"
         engine.scheduler.send(Release([admission]))
-    assert read_status(sidecar.run_dir)["pool"]["doomed"] == 0, "freed with its last lease"
+    wait_until(
+        lambda: read_status(sidecar.run_dir)["pool"]["doomed"] == 0, "freed with its last lease"
+    )
     assert engine.get(prompt) == chunk * 16, "what is offered now, and it loads"
     engine.put(prompt)
     assert engine.get(prompt) == 48, "stored anew, under the same key"

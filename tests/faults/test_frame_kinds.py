@@ -17,7 +17,7 @@ from kvferry_sidecar.faults.rules import DOWN, UP
 from support.books import read_status, wait_settled
 from support.client_half import client_engine
 from support.kit import ENABLED, Kit
-from support.patient_engine import PatientEngine
+from support.patient_engine import TRIES_MAX, PatientEngine
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
 
@@ -80,7 +80,7 @@ def _unknown(engine: PatientEngine) -> str:
 def _ask_for_nothing(engine: PatientEngine) -> None:
     """An ask without hashes is told to bring them, however often that gets lost."""
     half, admission = engine.engine.scheduler_half, engine.engine.next_admission()
-    for _ in range(99):
+    for _ in range(TRIES_MAX):
         engine.engine.ask(admission, 48)
         if engine.hear(half, NeedFull, lambda found: found.admission == admission) is not None:
             return

@@ -25,7 +25,7 @@ from support.kit import ENABLED, Kit
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
 
-IDLE_MS = 1_500
+IDLE_MS = 2_500  # a loaded machine may hold heartbeats up for a second
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_lost_acknowledgement_brings_the_outcome_again(
     first = engine.ended(job)
     again = [engine.ended(job) for _ in range(2)]
     assert again == [first, first], "the same outcome, not another one"
-    assert kit.view().fired == 2
+    kit.wait_fired(times=2)
     wait_settled(sidecar.run_dir)
 
 
@@ -105,7 +105,7 @@ def test_a_submit_after_its_cancel_is_refused(
     job = engine.submit(engine.save_job("cancelled", (1, 2, 3)))
     wait_until(lambda: kit.view().held, "the submit is under way")
     engine.scheduler.send(Cancel(job))
-    wait_until(lambda: pipeline(sidecar)["tombstones"], "the cancel arrived")
+    engine.lease("nothing", 1)  # answered after it: the cancel arrived
     kit.rules()
     outcome = engine.ended(job)
     assert (outcome.status, outcome.reason) == ("failed", "tombstone")
@@ -204,7 +204,7 @@ def test_a_lost_release_heals_with_the_next_heartbeat(
     engine.scheduler.send(Release([admission]))
     engine.scheduler_half.client.set_live(answer.seq, [])
     wait_until(lambda: pipeline(sidecar)["leases"] == 0, "the lease falls")
-    assert kit.view().fired == 1
+    kit.wait_fired()
     assert pipeline(sidecar)["beat_falls"] == falls + 1
 
 

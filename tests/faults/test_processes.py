@@ -82,7 +82,7 @@ def test_sigterm_lets_a_client_finish_and_second_sigterm_does_not(
         engine.memory.bound(1)
         assert engine.ended(load).status == "done"
         assert engine.holds("leased", (4, 5, 6))
-        assert sidecar.process.process.wait(30) == 0
+        assert sidecar.process.process.wait(60) == 0
         assert sorted(path.name for path in sidecar.run_dir.iterdir()) == ["sidecar.lock"]
         sidecar.restart()
         epoch = engine.wait_ready(beyond_epoch=epoch)
@@ -92,7 +92,7 @@ def test_sigterm_lets_a_client_finish_and_second_sigterm_does_not(
         os.kill(sidecar.process.pid, signal.SIGTERM)
         wait_until(lambda: read_status(sidecar.run_dir)["pipeline"]["draining"], "it drains")
         os.kill(sidecar.process.pid, signal.SIGTERM)
-        assert sidecar.process.process.wait(5) == 128 + signal.SIGTERM
+        assert sidecar.process.process.wait(90) == 128 + signal.SIGTERM
         sidecar.restart()
         engine.wait_ready(beyond_epoch=epoch)
         assert engine.get("leased") == 48

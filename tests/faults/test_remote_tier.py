@@ -149,7 +149,7 @@ def test_sigterm_while_the_store_hangs_ends_in_time(server: RedisServer) -> None
         server.signal(signal.SIGSTOP)
         engine.put("unwritten")
         sidecar.process.process.terminate()
-        assert sidecar.process.process.wait(20) == 0
+        assert sidecar.process.process.wait(60) == 0
         server.signal(signal.SIGCONT)
         sidecar.restart()
         engine.wait_ready(beyond_epoch=epoch)

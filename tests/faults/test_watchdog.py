@@ -25,7 +25,14 @@ def test_a_loop_that_hangs_ends_the_process_with_its_stacks(kind: str) -> None:
         former.process.stop()
         log, pool = former.log.with_name("stuck.log"), new_pool_name("test")
         flags = ["--run-dir", str(former.run_dir), "--pool-bytes", "16MiB"]
-        flags += ["--set", f"tiers.host.name={pool}", "--set", f"limits.stall_ms_max={STALL_MS}"]
+        flags += [
+            "--http-listen",
+            "",
+            "--set",
+            f"tiers.host.name={pool}",
+            "--set",
+            f"limits.stall_ms_max={STALL_MS}",
+        ]
         command = [sys.executable, "-m", "support.stuck_child", kind, *flags]
         environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
         try:

@@ -25,12 +25,6 @@ def passes(_sizes: Sizes) -> dict[str, Any]:
     return {"small": _sizes.small}
 
 
-def hangs(_sizes: Sizes) -> None:
-    child = subprocess.Popen(["sleep", "600"])
-    Path(os.environ["TOLD"]).write_text(f"{child.pid}")
-    child.wait()
-
-
 def crashes(_sizes: Sizes) -> None:
     os.abort()
 
@@ -48,7 +42,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_step_that_hangs_loses_only_itself(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = []
     steps = [
-        Step("late", f"{HERE}:hangs", 8, needed=True),
+        Step("late", "gpu.hangs:hangs", 8, needed=True),
         Step("crash", f"{HERE}:crashes", 60),
         Step("fine", f"{HERE}:passes", 60),
     ]

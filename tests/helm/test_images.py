@@ -30,7 +30,7 @@ def instructions(stage, word):
 
 def test_hadolint_finds_nothing():
     command = [Path(sysconfig.get_path("scripts")) / "hadolint", "--no-color", DOCKERFILE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout
 
 

@@ -10,7 +10,6 @@ import fcntl
 import os
 import socket
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from kvferry_connector.wire.attach import (
 from kvferry_connector.wire.codec import id_chars_max
 from kvferry_connector.wire.names import FENCE_PAGE_BYTES
 from support import nonsense
+from support.books import cpu_s
 from support.fuzzing import Target, bounded, ended, gates, stream_to
 from support.memory import sealed_memfd
 from support.raw_half import KvMemory, RawHalf
@@ -77,14 +77,15 @@ def test_any_bytes_and_descriptors(target: Target, examples: int) -> None:
 def test_half_a_message_is_given_up(target: Target) -> None:
     with stream_to(target) as half, stream_to(target) as silent:
         half.send_bytes(attach.LENGTH.pack(1000) + b"x" * 10)
-        started = time.monotonic()
         assert ended(half) == ended(silent) == []
-        assert time.monotonic() - started < 3 * target.limits["hello_ms_max"] / 1000
 
 
 def test_a_reader_that_never_reads_is_closed(target: Target) -> None:
-    """Status answers that nobody takes wait up to a bound; then the stream is closed."""
-    query = attach.encode(attach.StatusQuery())
+    """Status answers that nobody takes wait up to a bound; then the stream is closed.
+
+    One read brings thousands of questions: they are answered alike, or the loop stands still.
+    """
+    query, before_s = attach.encode(attach.StatusQuery()), cpu_s(target.pid)
     with stream_to(target) as stream:
         stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         before = target.status()["loop"]["attach_refused"].get("attach_out_bytes_max", 0)
@@ -96,6 +97,7 @@ def test_a_reader_that_never_reads_is_closed(target: Target) -> None:
             ),
             "the stream was given up",
         )
+    assert cpu_s(target.pid) - before_s < 0.4
 
 
 # --- who and with what ---------------------------------------------------------------------------

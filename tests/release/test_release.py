@@ -147,7 +147,7 @@ def test_the_image_serves(image: Path, tmp_path: Path) -> None:
         wait_until(answers, "the image's sidecar answers", 60, every_s=0.2)
         assert (SHARED_MEMORY / name).exists()
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(90) == 0
     finally:
         process.kill()
         process.wait()

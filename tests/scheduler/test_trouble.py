@@ -152,8 +152,9 @@ def test_chunks_missed_while_the_sidecar_was_away_are_saved_on_its_return(tmp_pa
 
 
 def test_late_answer_is_a_miss_and_its_lease_is_released(tmp_path: Path) -> None:
-    engine = make(tmp_path, probe_ms_max=60, lookup_wait_us_max=0)
+    engine = make(tmp_path, probe_ms_max=400, lookup_wait_us_max=0)
     engine.node.answers = False
+    asked_s = time.monotonic()
     engine.add("b", PROMPT)
     engine.step()
     assert engine.requests["b"].status is RequestStatus.WAITING
@@ -163,9 +164,8 @@ def test_late_answer_is_a_miss_and_its_lease_is_released(tmp_path: Path) -> None
         engine.step()
         return bool(engine.outputs[-1].num_scheduled_tokens)
 
-    asked_s = time.monotonic()
     wait_until(started, "b is computed without the store")
-    assert time.monotonic() - asked_s >= 0.05
+    assert time.monotonic() - asked_s >= 0.4
     ask = engine.node.unanswered[0]
     assert [release.admissions for release in engine.node.sent(hot.Release)] == [[ask.admission]]
     engine.node.answer_all()

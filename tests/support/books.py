@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.waiting import wait_until
 
 def read_status(run_dir: Path) -> dict[str, Any]:
     """Return the status document. Raises NoSidecarError."""
-    document: dict[str, Any] = json.loads(ask_status(run_dir, deadline_s=30.0))
+    document: dict[str, Any] = json.loads(ask_status(run_dir, deadline_s=90.0))
     return document
 
 
@@ -49,6 +50,12 @@ def resident_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith("RssAnon:"))
     return int(line.split()[1]) << 10
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used, whatever else the machine did."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def descriptors(pid: int) -> int:

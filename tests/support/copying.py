@@ -142,7 +142,7 @@ class Rig:
         results: dict[int, CopyResult] = {}
         poller = select.poll()
         poller.register(self.engine.wake_fd(), select.POLLIN)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 90
         while len(results) < count:
             assert time.monotonic() < end, f"{len(results)} of {count} results after 30 s"
             if poller.poll(1000):

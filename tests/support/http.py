@@ -34,7 +34,7 @@ class Http:
         self.headers = headers
 
     @contextmanager
-    def connected(self, seconds: float = 30.0) -> Iterator[http.client.HTTPConnection]:
+    def connected(self, seconds: float = 90.0) -> Iterator[http.client.HTTPConnection]:
         if isinstance(self.where, Path):
             connection = http.client.HTTPConnection("localhost")
             connection.sock = socket.socket(socket.AF_UNIX)

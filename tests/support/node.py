@@ -152,7 +152,7 @@ class Node:
             limits=self.limits,
             epoch=EPOCH,
             endpoint=self.transport.endpoint,
-            status=lambda: b"{}",
+            status=lambda _turn_s: b"{}",
             open_device=no_device,
             log=log,
         )
@@ -176,7 +176,7 @@ class Node:
         self.loop.close()
         shutil.rmtree(self.run_dir)
 
-    def pump(self, condition: Callable[[], T], what: str, deadline_s: float = 30.0) -> T:
+    def pump(self, condition: Callable[[], T], what: str, deadline_s: float = 90.0) -> T:
         """Turn the loop until ``condition`` holds; fail naming ``what`` at the deadline."""
         end = time.monotonic() + deadline_s
         while True:

@@ -25,6 +25,7 @@ from support.raw_half import BLOCK_TOKENS
 
 M = TypeVar("M")
 PATIENCE_S = 0.15  # then it asks again
+TRIES_MAX = 600
 
 
 class PatientEngine:
@@ -61,7 +62,7 @@ class PatientEngine:
 
     def end_of(self, job: int) -> str:
         """Return "done", "failed" or "cancelled", or "unknown": it never began and never will."""
-        for _ in range(99):
+        for _ in range(TRIES_MAX):
             end = self._end_within(job, PATIENCE_S)
             if end:
                 return end
@@ -93,7 +94,7 @@ class PatientEngine:
         engine, half = self.engine, self.engine.scheduler_half
         admission = engine.next_admission()
         engine.probe(admission, prompt, count)
-        for _ in range(99):
+        for _ in range(TRIES_MAX):
             seq = engine.ask(admission, count * BLOCK_TOKENS)
             heard = self.hear(half, (Answer, NeedFull), partial(_is_for, admission, seq))
             if isinstance(heard, Answer):
@@ -123,7 +124,7 @@ class PatientEngine:
     def cancelled(self, job: Job) -> str:
         """Submit a job that waits for its step, and cancel it until it has ended."""
         number = self.engine.submit(job)
-        for _ in range(99):
+        for _ in range(TRIES_MAX):
             self.engine.scheduler.send(Cancel(number))
             end = self._end_within(number, PATIENCE_S / 2)
             self.engine.worker.send(JobStatus(number))
@@ -133,7 +134,7 @@ class PatientEngine:
 
     def refused(self) -> Error:
         """Send what is no job until it is refused."""
-        for _ in range(99):
+        for _ in range(TRIES_MAX):
             self.engine.worker.send(Submit(b"\xc1"))
             error = self.hear(self.engine.worker_half, Error, lambda found: found.code == "frames")
             if error is not None:

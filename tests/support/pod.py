@@ -69,7 +69,7 @@ def refusal() -> str:
     """Return "" where such namespaces can be made, else what the machine says."""
     script = "mount -t tmpfs probe /mnt && mount -t proc proc /proc"
     unshare = ["unshare", "--mount", "--ipc", "--pid", "--fork", "bash", "-c", script]
-    done = subprocess.run(unshare, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(unshare, capture_output=True, text=True, timeout=120, check=False)
     return "" if done.returncode == 0 else f"no namespaces for a pod: {done.stderr.strip()}"
 
 
@@ -157,7 +157,7 @@ class Pod:
     def run_to_end(self, name: str, words: Sequence[str]) -> None:
         """Run an init container."""
         done = subprocess.run(
-            self.command(name, words), capture_output=True, text=True, timeout=60, check=False
+            self.command(name, words), capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 0, done.stderr
 
@@ -201,7 +201,7 @@ class Pod:
             [*self._enter(process), *user, *environment_of(one, {}), *words],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
 

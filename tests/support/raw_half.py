@@ -43,7 +43,7 @@ from kvferry_connector.wire.names import (
 from support.memory import sealed_memfd
 
 BLOCK_TOKENS = 16
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 M = TypeVar("M")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import signal
 import socket
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 Server = TypeVar("Server", bound="ServerProcess")
@@ -37,11 +39,22 @@ class ServerProcess(ABC):
             self._process = None
 
 
+PORTS_FIRST, PORTS = 20_000, 1_000  # for each process that runs tests at the same time
+_ports = itertools.count(os.getpid())
+
+
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody had a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of 127.0.0.1 that nobody had a moment ago, and no other test will take.
+
+    Below those that the kernel gives out by itself, which connections of any process may have.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in itertools.islice(_ports, PORTS):
+        port = PORTS_FIRST + worker % 10 * PORTS + number % PORTS
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 @contextmanager

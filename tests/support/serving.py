@@ -67,13 +67,13 @@ class Serving:
 
     def status(self) -> dict[str, Any]:
         """Return the status document."""
-        document: dict[str, Any] = json.loads(ask_status(self.run_dir))
+        document: dict[str, Any] = json.loads(ask_status(self.run_dir, deadline_s=90.0))
         return document
 
     def ended(self) -> tuple[int, str]:
         """Wait for the process's end and return (exit code, what it wrote)."""
         assert self.process is not None
-        _, text = self.process.communicate(timeout=60)
+        _, text = self.process.communicate(timeout=120)
         return self.process.returncode, text
 
     def half(self, rank: int) -> HalfClient:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry_demo.processes import Sidecar, new_pool_name, unlink_pool
+from support.books import read_status
 from support.logs import watch_log
 from support.waiting import wait_until
 
@@ -62,10 +63,8 @@ class SidecarUnderTest:
         self.start()
 
     def status(self) -> dict[str, Any]:
-        """Return the status document. Raises AssertionError when there is no answer."""
-        document = self.process.try_status()
-        assert document is not None, f"no status of the sidecar:\n{self.process.tail()}"
-        return document
+        """Return the status document. Raises NoSidecarError when there is no answer."""
+        return read_status(self.run_dir)
 
     def wait_idle(self) -> dict[str, Any]:
         """Wait until nothing is in flight, check the books, and return the status."""

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def wait_until(
-    condition: Callable[[], T], what: str, deadline_s: float = 30.0, every_s: float = 0.005
+    condition: Callable[[], T], what: str, deadline_s: float = 90.0, every_s: float = 0.005
 ) -> T:
     """Return the first truthy value of ``condition``; fail naming ``what`` at the deadline."""
     end = time.monotonic() + deadline_s

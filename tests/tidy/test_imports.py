@@ -148,7 +148,7 @@ def test_the_connector_loads_light() -> None:
         "sys.exit(','.join(name for name in heavy if name in sys.modules) or 0)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, f"loaded: {done.stderr}"
 

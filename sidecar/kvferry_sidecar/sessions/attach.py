@@ -71,7 +71,7 @@ class AttachServer:
         limits: Limits,
         epoch: int,
         endpoint: str,
-        status: Callable[[], bytes],
+        status: Callable[[float], bytes],
         open_device: hello_checks.OpenDevice,
         log: Log,
     ) -> None:
@@ -221,7 +221,7 @@ class AttachServer:
                     self._restart_deadline(connection)
                 if not uid_allowed(credentials_of(connection.stream).uid):
                     raise _RefusedError(Refused("uid", "the status is the sidecar's own user's"))
-                self._send(connection, wire.StatusReply(self._status()))
+                self._send(connection, wire.StatusReply(self._status(now_s)))
             case wire.Hello():
                 if peer is not None:
                     raise _RefusedError(Refused("order", "Hello came twice on one stream"))

@@ -67,7 +67,7 @@ def test_memory_without_a_handle_is_refused_with_the_setting(
 def in_a_thread(work: Callable[[], None]) -> None:
     """Run it where no context is current, as in the lifeline's thread."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(work).result(30)
+        pool.submit(work).result(90)
 
 
 def test_a_thread_without_a_context_gets_the_primary_one_and_keeps_no_hold(

@@ -58,7 +58,7 @@ def test_variables_reach_the_child_and_only_it(tmp_path: Path) -> None:
         {"KVFERRY_CONFIG": "theirs"}, in_environment({"A": "1"}, [sys.executable, "-c", code])
     )
     with Child(command, tmp_path / "log") as child:
-        child.process.wait(30)
+        child.process.wait(90)
     assert child.tail() == "None 1"
 
 

@@ -56,7 +56,7 @@ def server(tmp_path):
                 for piece in pieces:
                     stream.sendall(piece)
                 if silent:
-                    done.wait(30)
+                    done.wait(90)
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -275,8 +275,8 @@ def test_a_cancel_ends_the_rest_of_a_share(driver: Driver, monkeypatch: pytest.M
 
     monkeypatch.setattr(engine, "_stand_back", long_rest)
     engine.submit(1, Direction.SCATTER, extents_of(layout, [1, 2], [0, 65536], crc=False))
-    assert began.wait(30)
+    assert began.wait(90)
     with ThreadPoolExecutor(1) as closing:
-        closing.submit(engine.close).result(30)
+        closing.submit(engine.close).result(90)
     (result,) = engine.collect()
     assert result.moved_bytes == shape.payload_bytes

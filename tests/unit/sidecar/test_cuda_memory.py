@@ -62,7 +62,7 @@ def exported() -> Iterator[CudaMemory]:
     finally:
         child.stdin.close()
         child.stdout.close()
-        assert child.wait(30) == 0
+        assert child.wait(90) == 0
 
 
 def buffer(cuda: CudaMemory, total_bytes: int = 8192) -> Memory:
@@ -308,7 +308,7 @@ def test_a_thread_moves_to_the_node_of_its_gpu(tmp_path: Path, node: str, bound:
         return pages.bind_near("0000:FF:00.0", tmp_path), os.sched_getaffinity(0)
 
     with ThreadPoolExecutor(1) as thread:
-        found, processors = thread.submit(work).result(30)
+        found, processors = thread.submit(work).result(90)
     assert (found, processors) == ((0, {own[-1]}) if bound else (None, set(own)))
     assert sorted(os.sched_getaffinity(0)) == own, "this thread stays where it was"
 

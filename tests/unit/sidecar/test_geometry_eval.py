@@ -174,7 +174,7 @@ def test_a_pipe_gets_each_answer_before_the_next_question():
             process.stdin.flush()
             assert len(json.loads(process.stdout.readline())["load"][0]) == length // 16
         process.stdin.close()
-        assert process.wait(30) == ExitCode.OK
+        assert process.wait(90) == ExitCode.OK
 
 
 def test_the_examples_of_the_documentation_are_true():

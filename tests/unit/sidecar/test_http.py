@@ -138,7 +138,7 @@ def test_what_is_open_has_an_age_and_an_owner(local, engine):
     assert [rank["state"] for rank in found["ranks"]] == ["fence"]
     engine.memory.bound(7)
     assert engine.ended(job).status == "done"
-    assert local.get("/api/v1/leases").json() == []
+    wait_until(lambda: local.get("/api/v1/leases").json() == [], "its lease ends with it")
 
 
 def test_a_get_never_acts(tcp, local):

@@ -11,6 +11,7 @@ import time
 
 import zmq
 from kvferry_sidecar.loop import READ, Loop, Signals, wait_s_max
+from support.waiting import wait_until
 
 
 def raise_it(error: BaseException, what: str) -> None:
@@ -67,13 +68,14 @@ def test_tickers_bound_the_wait_and_may_ask_for_less_than_a_millisecond() -> Non
     loop.add_ticker("never", lambda now_s: math.inf)
     loop.add_ticker("late", lambda now_s: -1.0)
     assert loop.turn(0.0) == 0.0
-    turns_s = []
-    for _ in range(200):
+
+    def turn_s() -> float:
         started_s = time.perf_counter()
         loop.turn(0.0002)
-        turns_s.append(time.perf_counter() - started_s)
-    # The least, because other work delays some; epoll would round every one up to 1 ms.
-    assert 0.0002 <= min(turns_s) < 0.001
+        return time.perf_counter() - started_s
+
+    # One of them: other work delays many. epoll would round every one up to 1 ms.
+    wait_until(lambda: 0.0002 <= turn_s() < 0.001, "a turn of less than a millisecond")
     loop.close()
 
 
@@ -139,7 +141,7 @@ def test_zmq_messages_are_not_missed_whatever_was_done_with_the_socket() -> None
     loop.watch_pending(int(server.getsockopt(zmq.FD)), handler, pending)
     for number in range(200):
         client.send(b"%d" % number)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 90
     wait_s = 0.0
     while len(got) < 200:
         assert time.monotonic() < end
@@ -175,7 +177,7 @@ def test_signals_arrive_as_events_of_an_idle_loop() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
         child.send_signal(number)
-        assert child.wait(30) == 40 + number
+        assert child.wait(90) == 40 + number
         assert child.stdout.read() == f"signal {number.value}\n"
         child.stdout.close()
 

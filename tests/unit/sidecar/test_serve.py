@@ -203,7 +203,8 @@ def test_status_shows_the_engine_and_no_orphan_stays_after_its_end() -> None:
         (session,) = one.status()["sessions"]
         assert session["ready"]
         assert [half["role"] for half in session["halves"]] == ["scheduler", "worker"]
-        assert one.status()["loop"]["connections"] == 3  # two halves and the question
+        # Two halves and the question; an earlier question's end may not have been noticed yet.
+        wait_until(lambda: one.status()["loop"]["connections"] == 3, "the streams are counted")
         engine.close()
         wait_until(
             lambda: not any(half["connected"] for half in one.status()["sessions"][0]["halves"]),
@@ -231,9 +232,9 @@ def test_a_log_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPat
         )
         process = one.start_ready()
         attach_often(one, 3)
-        assert one.status()["loop"]["log_lines_lost"] >= 4
+        wait_until(lambda: one.status()["loop"]["log_lines_lost"] >= 4, "the lines are lost")
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(90) == 0
 
 
 def test_a_log_reader_that_stopped_reading_holds_nothing_up() -> None:
@@ -244,7 +245,7 @@ def test_a_log_reader_that_stopped_reading_holds_nothing_up() -> None:
         attach_often(one, 100)  # some 200 bytes each
         assert one.status()["pid"] == process.pid
         process.terminate()
-        assert process.wait(30) == 0, "nor the end"
+        assert process.wait(90) == 0, "nor the end"
         one.ended()
 
 
@@ -281,11 +282,19 @@ def test_too_few_descriptors_are_refused_at_start(monkeypatch: pytest.MonkeyPatc
     assert "ulimit" in caught.value.remedy
 
 
+def seated(one: Serving) -> HalfClient | None:
+    """Return a half that was welcomed, None when there was no place for it."""
+    half = one.half(-1)
+    if isinstance(half.say_hello(), Welcome):
+        return half
+    half.close()
+    return None
+
+
 def test_a_status_that_finds_no_place_says_so() -> None:
     with servings(1, flags=("--set", "limits.connections_max=1")) as (one,):
         one.start_ready()
-        sitter = one.half(-1)
-        sitter.say_hello()
+        sitter = wait_until(lambda: seated(one), "the last question's place is free")
         with pytest.raises(ProtocolError, match="connections-max") as caught:
             ask_status(one.run_dir)
         assert "limits.connections_max" in caught.value.remedy

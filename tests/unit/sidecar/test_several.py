@@ -69,9 +69,10 @@ def test_the_stream_comes_through_as_it_is_made(several):
     with several.connected() as connection:
         connection.request("GET", "/nodes/0/api/v1/stream")
         answer = connection.getresponse()
-        lines = [answer.readline() for _ in range(6)]
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert lines.count(b"event: status\n") == 2
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for _ in range(2):
+            while answer.readline() != b"event: status\n":
+                pass
 
 
 def test_actions_need_the_token_and_a_post(sidecars, several):

@@ -59,7 +59,7 @@ class Terminal:
             os.write(self._master, key)
         else:
             self.process.send_signal(signal.SIGINT)
-        return self.process.wait(30)
+        return self.process.wait(90)
 
     def close(self) -> None:
         self.process.kill()

@@ -82,7 +82,7 @@ def test_metrics_and_the_api_name_the_trace(sidecar, engine, collector):
     bucket = next(line for line in text.splitlines() if told["trace_id"] in line)
     assert bucket.startswith("kvferry_part_stage_seconds_bucket")
     assert "# {trace_id=" not in local.get("/metrics").text  # Prometheus' own text has none
-    assert local.get("/api/v1/status").json()["traces"]["counts"]["sent"] >= 2
+    assert local.get("/api/v1/status").json()["traces"]["counts"]["sent"] >= 1
 
 
 def test_a_collector_that_is_down_costs_its_traces_only(sidecar, engine, collector):

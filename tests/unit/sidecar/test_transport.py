@@ -149,7 +149,7 @@ def test_a_path_that_cannot_be_bound_is_an_error_of_the_run_directory(node: Node
             limits=node.limits,
             epoch=EPOCH,
             endpoint="",
-            status=lambda: b"{}",
+            status=lambda _turn_s: b"{}",
             open_device=no_device,
             log=structlog.get_logger(),
         )
