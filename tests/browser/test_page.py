@@ -131,8 +131,8 @@ def test_several_nodes_have_one_page(browser, several, address):
         for name in (address, f"localhost:{address.rpartition(':')[2]}"):
             row = page.get_by_role("region", name="Nodes").get_by_role("row").filter(has_text=name)
             row.filter(has_text="1 of 1").wait_for()
-        page.locator("header select").select_option("1")
-        page.wait_for_url(re.compile("node=1"))
+        page.locator("header select").select_option(name)
+        page.wait_for_url(re.compile("node=localhost%3A"))
         page.locator('nav a[href="#/"]').click()
         page.get_by_role("region", name="Engines and ranks").get_by_text("raw/one").first.wait_for()
         assert fits(page, PHONE["width"])

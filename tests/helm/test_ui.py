@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 from kvferry_sidecar.cli.pages import ui
-from kvferry_sidecar.observe.http.several import targets_of
+from kvferry_sidecar.observe.http.fleet import targets_of
 from support.chart import MINIMAL, container, release, render
 
 SHOWN = ("everything", "nodes-watched")

@@ -6,13 +6,14 @@ let base = "../"; // of the node that is shown
 
 // Which nodes there are, and which one the address chooses; a sidecar names only itself.
 export const open = async () => {
-  const chosen = Number(new URLSearchParams(location.search).get("node") ?? 0);
+  const asked = new URLSearchParams(location.search).get("node");
   try {
     const nodes = await (await fetch("../api/v1/nodes")).json();
-    base = nodes[chosen]?.base ?? nodes[0].base;
-    return { nodes, chosen: nodes[chosen] ? chosen : 0 };
+    const chosen = nodes.find(({ name }) => name === asked) ?? nodes[0];
+    base = chosen.base;
+    return { nodes, chosen: chosen.name };
   } catch {
-    return { nodes: [{ name: "", base }], chosen: 0 };
+    return { nodes: [{ name: "", base }], chosen: "" };
   }
 };
 

@@ -1,9 +1,9 @@
 // The page: a strip that is always there, and one view at a time, named by the address.
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { open, useLive } from "./live.js";
+import { open, useLive, usePoll } from "./live.js";
 import { Actions, Doctor, Events, Namespaces, Settings, Strip } from "./node.jsx";
-import { Nodes } from "./nodes.jsx";
+import { nodeQuery, Nodes } from "./nodes.jsx";
 import { Overview } from "./overview.jsx";
 import { InFlight, Request, Requests } from "./requests.jsx";
 
@@ -45,13 +45,13 @@ const View = ({ view, rest, query, live, nodes }) => {
   return <Overview live={live} />;
 };
 
-// Another node is another address, so that it can be sent to somebody.
+// Another node is another address, so that it can be sent to somebody. One that went stays chosen.
 const Selector = ({ nodes, chosen }) => (
   <label>
     node{" "}
-    <select value={chosen} onChange={(event) => (location.search = `?node=${event.target.value}`)}>
-      {nodes.map(({ name }, number) => (
-        <option key={number} value={number}>
+    <select value={chosen} onChange={(event) => (location.search = nodeQuery(event.target.value))}>
+      {[...new Set([...nodes.map(({ name }) => name), chosen])].map((name) => (
+        <option key={name} value={name}>
           {name}
         </option>
       ))}
@@ -59,8 +59,11 @@ const Selector = ({ nodes, chosen }) => (
   </label>
 );
 
-const Page = ({ nodes, chosen }) => {
+const NODES_MS = 10_000; // nodes come and go
+
+const Page = ({ nodes: first, chosen }) => {
   const live = useLive();
+  const nodes = usePoll("nodes", NODES_MS, "../").data ?? first;
   const address = useAddress();
   const views = nodes.length > 1 ? [["nodes", "Nodes"], ...VIEWS] : VIEWS;
   return (

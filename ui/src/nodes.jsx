@@ -3,10 +3,12 @@ import { bytes, count, percent, seconds, total } from "./format.js";
 import { usePoll } from "./live.js";
 import { Panel } from "./parts.jsx";
 
-const Row = ({ node, number }) => {
+export const nodeQuery = (name) => `?node=${encodeURIComponent(name)}`;
+
+const Row = ({ node }) => {
   const { data, error } = usePoll("status", 3000, node.base);
   const name = (
-    <a href={`?node=${number}#/`}>{node.name}</a>
+    <a href={`${nodeQuery(node.name)}#/`}>{node.name}</a>
   );
   if (!data || error)
     return (
@@ -48,8 +50,8 @@ export const Nodes = ({ nodes }) => (
           </tr>
         </thead>
         <tbody>
-          {nodes.map((node, number) => (
-            <Row key={number} node={node} number={number} />
+          {nodes.map((node) => (
+            <Row key={node.name} node={node} />
           ))}
         </tbody>
       </table>

@@ -20,7 +20,8 @@ from kvferry_sidecar.observe.http.server import bind_tcp, configured
     "targets",
     required=True,
     metavar="HOST:PORT,...",
-    help="The nodes' http.listen addresses, separated by commas.",
+    help="The nodes' http.listen addresses, separated by commas. dns+http://NAME:PORT stands for"
+    " every address of that name, as of a headless Service; it is looked up again and again.",
 )
 @click.option("--listen", default="127.0.0.1:9481", show_default=True, metavar="HOST:PORT")
 @click.option(
@@ -41,13 +42,13 @@ def ui(targets: str, listen: str, token_file: str, names: tuple[str, ...]) -> in
     """
     if find_spec("httpx") is None:
         raise ConfigError("httpx is not installed", "pip install 'kvferry[sidecar,ui]'")
-    from kvferry_sidecar.observe.http import several  # noqa: PLC0415 - needs httpx
+    from kvferry_sidecar.observe.http import fleet  # noqa: PLC0415 - needs httpx
 
-    nodes = several.targets_of(targets)
+    nodes = fleet.targets_of(targets)
     token = read_token(token_file)
     listener = bind_tcp("--listen", listen)
     where = "{}:{}".format(*listener.getsockname()[:2])
-    print(f"the page of {len(nodes)} nodes: http://{where}/ui/", flush=True)
+    print(f"http://{where}/ui/ is the page of {', '.join(nodes)}", flush=True)
     app_names = frozenset(name.lower() for name in names)
     asyncio.run(_serve(nodes, token, app_names, listener))
     return ExitCode.OK
@@ -58,10 +59,11 @@ async def _serve(
 ) -> None:
     import uvicorn  # noqa: PLC0415 - as above
 
-    from kvferry_sidecar.observe.http import several  # noqa: PLC0415 - needs httpx
+    from kvferry_sidecar.observe.http import fleet, several  # noqa: PLC0415 - needs httpx
 
     async with several.new_client() as client:
-        server = uvicorn.Server(configured(several.application(nodes, client, token, names)))
+        app = several.application(fleet.Fleet(nodes), client, token, names)
+        server = uvicorn.Server(configured(app))
         try:
             await server.serve([listener])
         except KeyboardInterrupt:  # uvicorn raises it again once it has stopped

@@ -2,8 +2,8 @@
 
     /ui/                  the page, as every sidecar has it
     /api/v1/nodes         the nodes, for the page's selector
-    /nodes/N/api/v1/...   what node N answers; POST for actions only
-    /nodes/N/debug/bundle
+    /nodes/NAME/api/v1/...   what that node answers; POST for actions only
+    /nodes/NAME/debug/bundle
 
 The guard is the sidecar's own: foreign hosts and origins are refused here, and an action needs the
 token, which the node then asks for once more.
@@ -11,7 +11,8 @@ token, which the node then asks for once more.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from urllib.parse import quote
 
 import httpx
 from starlette.applications import Starlette
@@ -20,56 +21,40 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvferry_sidecar.errors import ConfigError
 from kvferry_sidecar.observe.http import ui
 from kvferry_sidecar.observe.http.api import PREFIX, body_bytes_max
+from kvferry_sidecar.observe.http.fleet import Fleet
 from kvferry_sidecar.observe.http.guard import Guard, fault
 
-targets_max = 64
 answer_s_max = 10.0
 _ASKED = ("accept", "authorization", "content-type")
 _ANSWERED = ("content-type", "content-disposition", "x-accel-buffering", "allow")
 
 
-def targets_of(text: str) -> list[str]:
-    """Return the base addresses in ``HOST:PORT,...``. Raises ConfigError."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not 1 <= len(names) <= targets_max:
-        raise ConfigError(f"{len(names)} targets; 1 to {targets_max}", "give HOST:PORT,HOST:PORT")
-    found = []
-    for name in names:
-        try:
-            url = httpx.URL(name if "://" in name else f"http://{name}")
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"target {name!r}: {error}", "give HOST:PORT or a URL") from error
-        plain = url.path == "/" and not url.query and (url.port or 80) < 1 << 16
-        if url.scheme not in ("http", "https") or not url.host or not plain:
-            raise ConfigError(f"{name!r} is no address of a node", "give HOST:PORT or a URL")
-        found.append(str(url).rstrip("/"))
-    return found
-
-
 class Nodes:
     """Hands requests on. ``client`` is closed by whoever made it."""
 
-    def __init__(self, targets: Sequence[str], client: httpx.AsyncClient) -> None:
-        self._targets = tuple(targets)
+    def __init__(self, fleet: Fleet, client: httpx.AsyncClient) -> None:
+        self._fleet = fleet
         self._client = client
 
     async def listed(self, _request: Request) -> Response:
         """Return the nodes' names, and where the page finds their API."""
         return JSONResponse(
             [
-                {"name": target.partition("://")[2], "base": f"../nodes/{number}/"}
-                for number, target in enumerate(self._targets)
+                {"name": node.name, "base": f"../nodes/{quote(node.name, safe='')}/"}
+                for node in await self._fleet.nodes()
             ]
         )
 
     async def hand_on(self, request: Request) -> Response:
         """Return what a node answers, as it comes."""
-        number, path = request.path_params["number"], "/" + request.path_params["path"]
-        if number >= len(self._targets) or not _served(request.method, path):
+        path = "/" + request.path_params["path"]
+        node = await self._fleet.node(request.path_params["name"])
+        if node is None or not _served(request.method, path):
             return fault("path", f"{request.url.path} is not served here", "see /api/v1/nodes", 404)
+        if not node.url:
+            return fault("unavailable", node.trouble, "see whether DNS knows this name", 502)
         body = b""
         async for piece in request.stream():
             body += piece
@@ -78,7 +63,7 @@ class Nodes:
                 return fault("request", text, "send less", 400)
         asked = self._client.build_request(
             request.method,
-            self._targets[number] + path,
+            node.url + path,
             params=request.url.query,
             headers={name: request.headers[name] for name in _ASKED if name in request.headers},
             content=body or None,
@@ -86,14 +71,14 @@ class Nodes:
         try:
             answer = await self._client.send(asked, stream=True)
         except httpx.HTTPError as error:
-            told = f"{self._targets[number]} does not answer: {type(error).__name__} {error}"
+            told = f"{node.url} does not answer: {type(error).__name__} {error}"
             return fault("unavailable", told, "see whether its sidecar runs and is reachable", 502)
         headers = {name: answer.headers[name] for name in _ANSWERED if name in answer.headers}
         return StreamingResponse(_pieces(answer), answer.status_code, headers)
 
 
 def application(
-    targets: Sequence[str],
+    fleet: Fleet,
     client: httpx.AsyncClient,
     token: str,
     names: frozenset[str] = frozenset(),
@@ -102,11 +87,11 @@ def application(
 
     ``names`` are host names under which it may be asked, beside addresses and this host's own.
     """
-    nodes = Nodes(targets, client)
+    nodes = Nodes(fleet, client)
     app = Starlette(
         routes=[
             Route(f"{PREFIX}/nodes", nodes.listed, methods=["GET"]),
-            Route("/nodes/{number:int}/{path:path}", nodes.hand_on, methods=["GET", "POST"]),
+            Route("/nodes/{name}/{path:path}", nodes.hand_on, methods=["GET", "POST"]),
             *ui.routes(),
         ]
     )
