@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tomllib
 
+import helm_python
 import pytest
 from kvferry_sidecar.cli.pages import ui
 from kvferry_sidecar.observe.http.fleet import targets_of
 from support.chart import MINIMAL, container, release, render
 
 SHOWN = ("everything", "nodes-watched")
+FLEET = {"ui": {"enabled": True, "fleet": True}, "http": {"listen": "0.0.0.0:9480"}}
 
 
 def flags(made):
@@ -56,6 +58,34 @@ def test_its_service_finds_it(name):
     (port,) = container(made.sidecar_pod(), "ui")["ports"]
     assert service["spec"]["ports"][0]["targetPort"] == port["name"]
     assert flags(made)["listen"].endswith(f":{port['containerPort']}")
+
+
+@pytest.mark.parametrize("name", ["nodes-fleet", "sidecars-fleet"])
+def test_a_fleet_is_found_by_the_name_of_a_headless_service(name):
+    made = release(name) if name == "nodes-fleet" else render({**MINIMAL, **FLEET})
+    target, *others = targets_of(flags(made)["targets"])
+    (service,) = [one for one in made.of("Service") if one["spec"].get("clusterIP") == "None"]
+    where = service["metadata"]["name"]
+    _, _, port = tomllib.loads(made.toml())["http"]["listen"].rpartition(":")
+    assert target == f"dns+http://{where}.llm.svc:{port}"
+    assert others == (["dns+http://other-nodes.a.svc:9480"] if name == "nodes-fleet" else [])
+    assert service["spec"]["publishNotReadyAddresses"]
+    owners = made.of("Deployment") + made.of("DaemonSet")
+    (owner,) = [one for one in owners if container(one["spec"]["template"]["spec"], "ui")]
+    selector = service["spec"]["selector"]
+    assert selector.items() <= owner["spec"]["template"]["metadata"]["labels"].items()
+    # Pages reach the sidecars of other pods, and nobody else does.
+    rules = [rule for one in made.of("NetworkPolicy") for rule in one["spec"]["ingress"]]
+    (rule,) = [rule for rule in rules if {"port": "api"} in rule.get("ports", [])]
+    ports = container(made.sidecar_pod(), "kvferry")["ports"]
+    assert {"name": "api", "containerPort": int(port)} in ports
+    assert rule["from"] == [{"podSelector": {"matchLabels": selector}}]
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:9480", "localhost:9480", "[::1]:9480"])
+def test_a_fleet_needs_sidecars_that_can_be_reached(listen):
+    with pytest.raises(helm_python.HelmError, match=r"ui\.fleet needs http\.listen"):
+        render({**MINIMAL, **FLEET, "http": {"listen": listen}})
 
 
 def test_nobody_opens_it_who_is_not_listed():

@@ -33,6 +33,12 @@ VARIANTS: Mapping[str, Values] = {
         "http": {"probesAddress": "[::]", "probesPort": 9999},
         "ui": {"enabled": True, "targets": ["10.0.0.7:9480", "https://b:9480"]},
     },
+    "nodes-fleet": {
+        "mode": "daemonset",
+        "engine": {"enabled": False},
+        "http": {"listen": "0.0.0.0:9480", "token": {"existingSecret": "admin"}},
+        "ui": {"enabled": True, "fleet": True, "targets": ["dns+http://other-nodes.a.svc:9480"]},
+    },
     "nodes-rdma": {
         "mode": "daemonset",
         "remote": {"url": "mooncake://master.store.svc:50051"},

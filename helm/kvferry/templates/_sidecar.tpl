@@ -164,6 +164,10 @@ after it, and the engine waits for this. Alive means: the control loop turns. */
 ports:
   - name: probes
     containerPort: {{ int64 .Values.http.probesPort }}
+  {{- if and .Values.ui.enabled .Values.ui.fleet }}
+  - name: api
+    containerPort: {{ include "kvferry.fleetPort" . }}
+  {{- end }}
 startupProbe:
   httpGet:
     path: /startupz
