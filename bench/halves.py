@@ -11,7 +11,7 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -182,6 +182,36 @@ class RawEngine:
             tables=[hot.TableSlice(group, 0, chunks) for group in range(self.groups)],
         )
         return self._run(job, (ids.tobytes(), raw))
+
+    def save_blocks(self, raw: bytes, admissions: Sequence[int]) -> None:
+        """Save one further block of as many requests as there are hashes, all of them at once.
+
+        Memory is taken in turn; every outcome is acknowledged in one message.
+        """
+        count = len(raw) // HASH_BYTES
+        first = self._jobs + 1
+        (worker,), (link,) = self.workers, self._links
+        for number in range(count):
+            self._jobs += 1
+            block = 1 + self._jobs % self.chunks
+            job = hot.SaveJob(
+                job=self._jobs, life=self._life, version=NO_VERSION, request=f"request-{number}",
+                admission=admissions[number], step=1, start_tokens=0, end_tokens=BLOCK_TOKENS,
+                first_hash=0, hash_bytes=HASH_BYTES, tables=[hot.TableSlice(0, 0, 1)],
+                prefill_tokens=BLOCK_TOKENS,
+            )  # fmt: skip
+            frames = (block.to_bytes(4, "little"), raw[number * HASH_BYTES :][:HASH_BYTES])
+            self._send(worker, link, hot.Submit(encode_job(job)), frames)
+        open_jobs = set(range(first, first + count))
+        end = time.monotonic() + DEADLINE_S
+        while open_jobs and time.monotonic() < end:
+            for message, _ in worker.receive(link, wait_us=20_000):
+                if not isinstance(message, hot.Outcome) or message.status != "done":
+                    raise RuntimeError(f"not done: {message}")
+                open_jobs.discard(message.job)
+        if open_jobs:
+            raise TimeoutError(f"no outcome of {len(open_jobs)} jobs")
+        worker.send(link, hot.OutcomeAck(list(range(first, first + count))))
 
     def load(self, admission: int, tokens: int) -> float:
         """Load a leased prefix on every rank; return the seconds until all reported."""

@@ -29,6 +29,7 @@ BENCHES = (
     "probe",
     "hooks",
     "path",
+    "saves",
     "memory",
     "observe",
     "stores",

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,8 +27,7 @@ class CopyStatus(enum.IntEnum):
     FAILED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Extents:
+class Extents(msgspec.Struct, frozen=True):
     """What one rank's copy touches: block ids of the engine against payloads in the pool.
 
     blocks: int32 (n,), pool_offsets: uint64 (n,) bytes from the pool's start, of this rank's
@@ -42,8 +42,7 @@ class Extents:
     crc: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CopyResult:
+class CopyResult(msgspec.Struct, frozen=True):
     """One finished copy. ``bad_index``: first chunk whose checksum differed, -1 if none."""
 
     ticket: int

@@ -7,6 +7,8 @@ from kvferry_native import Layout
 
 from kvferry_sidecar.engines.base import CopyResult, CopyStatus, Direction, Extents
 
+_STATUSES = tuple(CopyStatus)  # by number; an enum's call costs ten times as much
+
 
 class HostCopyEngine:
     """Implements `engines.base.CopyEngine` over `kvferry_native.CopyEngine`.
@@ -60,7 +62,7 @@ class HostCopyEngine:
         return [
             CopyResult(
                 ticket=done.ticket,
-                status=CopyStatus(done.status),
+                status=_STATUSES[done.status],
                 moved_bytes=done.moved_bytes,
                 seconds=done.seconds,
                 bad_index=done.bad_index,

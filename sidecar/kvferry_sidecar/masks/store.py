@@ -121,6 +121,11 @@ def kept_chunks(
     rules: Rules, group: int, *, start_tokens: int, tokens: int, boundaries: Sequence[int]
 ) -> NDArray[np.int64]:
     """Return the chunks to store, ascending: kept, and ending in ``(start_tokens, tokens]``."""
+    rule = rules.groups[group]
+    first = start_tokens // rule.block
+    if rule.stored and rule.kind not in WINDOWED and rule.kind is not Kind.MAMBA:
+        # All of them. A request saves block by block: no mask over the whole of it each time.
+        return np.arange(first, max(first, tokens // rule.block), dtype=np.int64)
     mask = store_mask(rules, group, tokens=tokens, boundaries=boundaries)
-    mask[: start_tokens // rules.groups[group].block] = False
+    mask[:first] = False
     return np.flatnonzero(mask)

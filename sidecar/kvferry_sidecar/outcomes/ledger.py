@@ -18,6 +18,7 @@ from kvferry_sidecar.outcomes.reasons import Reason
 
 KINDS = ("load", "save")
 STAGES = ("fence", "queue", "copy")  # waiting for the engine's step, for its turn, being copied
+End = tuple[str, JobStatusName, Reason]  # kind, status, reason
 SessionName = tuple[str, str]  # (engine_id, instance_id): sessions.model.SessionKey
 
 
@@ -45,28 +46,43 @@ class Totals(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Account:
+    """The only counts: totals and reasons are sums of these, worked out when somebody asks."""
+
     accepted: int = 0
     open: int = 0
     loaded_bytes: int = 0
     saved_bytes: int = 0
     seconds: float = 0.0
-    ended: Counter[JobStatusName] = field(default_factory=Counter)
+    ends: Counter[End] = field(default_factory=Counter)
     refused: Counter[Reason] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: _Account) -> None:
+        self.accepted += other.accepted
+        self.open += other.open
+        self.loaded_bytes += other.loaded_bytes
+        self.saved_bytes += other.saved_bytes
+        self.seconds += other.seconds
+        self.ends.update(other.ends)
+        self.refused.update(other.refused)
 
     def totals(self) -> Totals:
+        ended: Counter[JobStatusName] = Counter()
+        reasons: Counter[str] = Counter()
+        for (_, status, reason), count in self.ends.items():
+            ended[status] += count
+            reasons[f"{status}/{reason}" if reason else str(status)] += count
         refused = {f"refused/{reason}": count for reason, count in self.refused.items()}
         return Totals(
             accepted=self.accepted,
-            done=self.ended[JobStatusName.DONE],
-            failed=self.ended[JobStatusName.FAILED],
-            cancelled=self.ended[JobStatusName.CANCELLED],
+            done=ended[JobStatusName.DONE],
+            failed=ended[JobStatusName.FAILED],
+            cancelled=ended[JobStatusName.CANCELLED],
             open=self.open,
             refused=self.refused.total(),
             loaded_bytes=self.loaded_bytes,
             saved_bytes=self.saved_bytes,
             seconds=self.seconds,
-            reasons=dict(self.reasons) | refused,
+            reasons=dict(reasons) | refused,
         )
 
 
@@ -75,11 +91,10 @@ class Ledger:
 
     def __init__(self, sessions_max: int) -> None:
         self._sessions_max = sessions_max
-        self._all = _Account()
+        self._gone = _Account()  # of sessions that are forgotten
         self._sessions: OrderedDict[SessionName, _Account] = OrderedDict()
-        self._open: dict[PartKey, tuple[SessionName, str]] = {}
+        self._open: dict[PartKey, tuple[_Account, str]] = {}
         self._faults: list[str] = []
-        self._ends: Counter[tuple[str, str, str]] = Counter()
         self._stages = {kind: [Histogram(SECONDS) for _ in STAGES] for kind in KINDS}
         self._bytes = {kind: Histogram(BYTES) for kind in KINDS}
 
@@ -88,10 +103,10 @@ class Ledger:
         if part in self._open:
             self._fault(f"{part} was accepted twice")
             return
-        self._open[part] = (session, kind)
-        for account in (self._all, self._account(session)):
-            account.accepted += 1
-            account.open += 1
+        account = self._account(session)
+        self._open[part] = (account, kind)
+        account.accepted += 1
+        account.open += 1
 
     def end(
         self,
@@ -108,25 +123,21 @@ class Ledger:
         if entry is None:
             self._fault(f"{part} ended without being open")
             return
-        session, kind = entry
-        self._ends[kind, status, reason] += 1
+        account, kind = entry
+        account.open -= 1
+        account.ends[kind, status, reason] += 1
+        account.seconds += seconds
+        if kind == "load":
+            account.loaded_bytes += moved_bytes
+        else:
+            account.saved_bytes += moved_bytes
         self._bytes[kind].observe(moved_bytes)
         for histogram, spent_s in zip(self._stages[kind], stages, strict=True):
             histogram.observe(spent_s)
-        for account in (self._all, self._account(session)):
-            account.open -= 1
-            account.ended[status] += 1
-            account.reasons[f"{status}/{reason}" if reason else str(status)] += 1
-            account.seconds += seconds
-            if kind == "load":
-                account.loaded_bytes += moved_bytes
-            else:
-                account.saved_bytes += moved_bytes
 
     def refuse(self, session: SessionName, reason: Reason) -> None:
         """A submit was refused: never accepted, so it is counted apart."""
-        for account in (self._all, self._account(session)):
-            account.refused[reason] += 1
+        self._account(session).refused[reason] += 1
 
     def open_parts(self) -> Collection[PartKey]:
         """Parts accepted and not ended."""
@@ -134,7 +145,7 @@ class Ledger:
 
     def totals(self) -> Totals:
         """The reading over all sessions since the start."""
-        return self._all.totals()
+        return self._whole().totals()
 
     def sessions(self) -> dict[str, Totals]:
         """The readings by session, "engine/instance"."""
@@ -142,7 +153,7 @@ class Ledger:
 
     def ends(self) -> dict[str, int]:
         """Parts that ended, by "kind/status/reason"."""
-        return {"/".join(key): count for key, count in self._ends.items()}
+        return {"/".join(key): count for key, count in self._whole().ends.items()}
 
     def stage_seconds(self) -> dict[str, HistogramReading]:
         """Seconds of parts, by "kind/stage"."""
@@ -161,9 +172,8 @@ class Ledger:
         found = list(self._faults)
         if set(running) != set(self._open):
             found.append(f"open in the ledger: {len(self._open)}, really open: {len(running)}")
-        named = [("all sessions", self._all), *((str(k), a) for k, a in self._sessions.items())]
-        for name, account in named:
-            ended = account.ended.total()
+        for name, account in [("gone", self._gone), *self._sessions.items()]:
+            ended = account.ends.total()
             if account.accepted != ended + account.open:
                 found.append(
                     f"{name}: accepted {account.accepted} is not "
@@ -171,9 +181,17 @@ class Ledger:
                 )
             if account.open < 0:
                 found.append(f"{name}: {account.open} open")
-        if self._all.open != len(self._open):
-            found.append(f"{self._all.open} open by count, {len(self._open)} by name")
+        by_count = sum(account.open for account in self._sessions.values())
+        if by_count != len(self._open):
+            found.append(f"{by_count} open by count, {len(self._open)} by name")
         return found
+
+    def _whole(self) -> _Account:
+        """Return the sum over all sessions since the start."""
+        whole = _Account()
+        for account in (self._gone, *self._sessions.values()):
+            whole.add(account)
+        return whole
 
     def _fault(self, text: str) -> None:
         if len(self._faults) < 100:  # one is a bug already; the list must not grow
@@ -187,10 +205,11 @@ class Ledger:
         return account
 
     def _make_room(self) -> None:
-        """Forget the oldest session that has nothing open; its sums stay in the total."""
+        """Forget the oldest session that has nothing open; its sums stay in the whole."""
         if len(self._sessions) < self._sessions_max:
             return
         for key, account in self._sessions.items():
             if account.open == 0:
+                self._gone.add(account)
                 del self._sessions[key]
                 return

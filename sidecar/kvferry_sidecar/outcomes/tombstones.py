@@ -27,9 +27,11 @@ class Tombstones:
 
     def add(self, generation: int, job: int) -> None:
         """Refuse this job on this half from now on."""
-        if self.refuses(generation, job):
+        graves = self._halves.get(generation)
+        if graves is None:
+            graves = self._halves[generation] = _Graves()
+        elif graves.watermark is not None and job <= graves.watermark:
             return
-        graves = self._halves.setdefault(generation, _Graves())
         graves.jobs.add(job)
         if len(graves.jobs) > self._max:
             self._collapse(graves)

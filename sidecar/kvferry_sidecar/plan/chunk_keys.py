@@ -11,7 +11,7 @@ import numpy as np
 from kvferry_native import KEY_BYTES, mix_keys
 from numpy.typing import NDArray
 
-from kvferry_sidecar.plan.tables import Fault
+from kvferry_sidecar.plan.tables import Fault, least_most
 
 _END_KIND = 0  # the hash tells ends apart: another kind would be another sort of hash
 
@@ -48,11 +48,16 @@ def keys_of_ends(
     ``hashes`` begin with number ``first_hash``. Fault when one is not among them.
     """
     count = len(hashes) // hash_bytes
-    places = numbers - first_hash
-    if int(places.min()) < 0 or int(places.max()) >= count:
+    least, most = least_most(numbers)
+    if least < first_hash or most >= first_hash + count:
         return Fault(
-            f"group {group}: hashes {int(numbers.min())}..{int(numbers.max())} are needed, "
+            f"group {group}: hashes {least}..{most} are needed, "
             f"{first_hash}..{first_hash + count - 1} came"
         )
-    picked = np.frombuffer(hashes, dtype=np.uint8).reshape(count, hash_bytes)[places]
-    return mix_keys(namespace, group, _END_KIND, picked.tobytes(), hash_bytes, 0, 1)
+    if len(numbers) == 1:  # a block that a decoding request has filled
+        at = (least - first_hash) * hash_bytes
+        picked = hashes[at : at + hash_bytes]
+    else:
+        rows = np.frombuffer(hashes, dtype=np.uint8).reshape(count, hash_bytes)
+        picked = rows[numbers - first_hash].tobytes()
+    return mix_keys(namespace, group, _END_KIND, picked, hash_bytes, 0, 1)

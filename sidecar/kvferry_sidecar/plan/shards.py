@@ -56,6 +56,7 @@ def _turns(shards: Sequence[int | None]) -> tuple[slice, ...]:
     replicas, before = Counter(shards), Counter[int | None]()
     turns = []
     for shard in shards:
-        turns.append(EVERY if shard is None else slice(before[shard], None, replicas[shard]))
+        alone = shard is None or replicas[shard] == 1
+        turns.append(EVERY if alone else slice(before[shard], None, replicas[shard]))
         before[shard] += 1
     return tuple(turns)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from kvferry_connector.wire.hot import TableSlice
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from kvferry_sidecar.masks.load import needed_chunks
 from kvferry_sidecar.masks.rules import GroupRule, Refused
 
 _ID_BYTES = 4
+_FEW = 32  # numbers that Python compares in less time than NumPy needs to begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,7 @@ class Fault:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(msgspec.Struct, frozen=True, gc=False):
     """Block ids (count,) int32 of the chunks from ``start`` on, of one group."""
 
     group: int
@@ -85,7 +86,19 @@ def pick_blocks(
             f"group {group}: chunks {first}..{last} are needed, the table covers "
             f"{table.start}..{table.start + len(table.ids) - 1}"
         )
-    return _in_range(group, chunks, table.ids[chunks - table.start], num_blocks)
+    if last - first + 1 == len(chunks):
+        ids = table.ids[first - table.start : last - table.start + 1]
+    else:
+        ids = table.ids[chunks - table.start]
+    return _in_range(group, chunks, ids, num_blocks)
+
+
+def least_most(numbers: NDArray[np.integer]) -> tuple[int, int]:
+    """Return the least and the greatest of some numbers; there is at least one."""
+    if len(numbers) <= _FEW:
+        few = numbers.tolist()
+        return min(few), max(few)
+    return int(numbers.min()), int(numbers.max())
 
 
 def load_blocks(
@@ -120,9 +133,9 @@ def load_blocks(
 def _in_range(
     group: int, chunks: NDArray[np.int64], blocks: NDArray[np.int32], num_blocks: int
 ) -> NDArray[np.int32] | Fault:
-    wrong = np.flatnonzero((blocks < 1) | (blocks >= num_blocks))
-    if len(wrong):
-        at = int(wrong[0])
+    least, most = least_most(blocks)
+    if least < 1 or most >= num_blocks:
+        at = int(np.flatnonzero((blocks < 1) | (blocks >= num_blocks))[0])
         return Fault(
             f"group {group}: chunk {int(chunks[at])} has block {int(blocks[at])}, "
             f"not one of 1..{num_blocks - 1}"

@@ -33,6 +33,7 @@ class WriteBehind:
             tier: deque() for tier in desk.tiers if tier.policy != "none"
         }
         self._disks = [tier for tier in desk.tiers if tier.source == "disk"]
+        self.wanted = bool(self._queues)  # whether a tier takes anything
         self._putting: Counter[Tier] = Counter()  # calls
         self._writing: Counter[Tier] = Counter()  # their objects
 

@@ -14,6 +14,7 @@ and slower tiers (a hit is one of the host pool).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -23,6 +24,8 @@ SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
 _SAME = SIZES.index(1.0)
 _ALL = 1 << 64
 window_s = 3600.0
+new_max = 64  # saves that wait to be numbered
+new_keys_max = 1024
 
 Keys = NDArray[np.uint8]  # (n, 16)
 
@@ -72,6 +75,8 @@ class Curve:
         self._edges = [0] * len(SIZES)
         self._inside = [0] * len(SIZES)
         self._carry_bytes = 0
+        self._new: list[tuple[Keys, int]] = []  # stored, not numbered yet: keys, bytes of each
+        self._new_keys = 0
         self._past, self._before, self._now = _Tally(), _Tally(), _Tally()
         self._window_end_s = 0.0
 
@@ -90,6 +95,7 @@ class Curve:
         """
         if now_s >= self._window_end_s:
             self._turn_window(now_s)
+        self._take_in()
         local, wanted = span
         self._now.wanted += max(0, wanted - local)
         followed = self._followed(keys, unit[1])
@@ -111,7 +117,7 @@ class Curve:
         for size in range(len(SIZES) - 1, -1, -1):
             missing += places[size + 1]
             self._now.missed[size] += missing * unit[0] * (_ALL / self._threshold)
-        self._use(found, unit[1])
+        self._use([(key, unit[1]) for key in reversed(found)])
 
     def stored(self, keys: Keys, total_bytes: int) -> None:
         """Objects were stored: ``keys`` of one group, ``total_bytes`` of all groups.
@@ -121,10 +127,25 @@ class Curve:
         self._carry_bytes += total_bytes
         if len(keys):
             each, self._carry_bytes = divmod(self._carry_bytes, len(keys))
-            self._use([key for _, key in self._followed(keys, each)], each)
+            self._new.append((keys, each))
+            self._new_keys += len(keys)
+            if len(self._new) >= new_max or self._new_keys >= new_keys_max:
+                self._take_in()
+
+    def _take_in(self) -> None:
+        """Number what was stored since the last look, the head of each prefix last."""
+        new, self._new, self._new_keys = self._new, [], 0
+        if not new:
+            return
+        keys = np.concatenate([keys[::-1] for keys, _ in new])
+        followed = self._followed(keys, new[0][1])
+        each = np.repeat([size for _, size in new], [len(keys) for keys, _ in new])
+        sizes = each[[row for row, _ in followed]].tolist()
+        self._use([(key, size) for (_, key), size in zip(followed, sizes, strict=True)])
 
     def reading(self) -> CurveReading:
         """Return the counts so far."""
+        self._take_in()
         recent, whole = _Tally(), _Tally()
         recent.add(self._before)
         recent.add(self._now)
@@ -162,13 +183,15 @@ class Curve:
                 return place
         return len(SIZES)
 
-    def _use(self, keys: list[int], new_bytes: int) -> None:
-        """Number a use of each key, the head of the prefix last, as the pool does."""
+    def _use(self, used: Iterable[tuple[int, int]]) -> None:
+        """Number a use of each key; of a prefix the head is used last, as in the pool.
+
+        With the bytes of each: to be reckoned with where no size holds the key any more.
+        """
         uses, inside, first = self._uses, self._inside, self._first
         last_use, edges, oldest = self._last_use, self._edges, self._edges[-1]
-        for key in reversed(keys):
-            use = last_use.pop(key, -1)
-            size = new_bytes
+        for key, new_bytes in used:
+            use, size = last_use.pop(key, -1), new_bytes
             if use >= oldest:
                 size, uses[use - first] = uses[use - first], 0
             for place, edge in enumerate(edges):

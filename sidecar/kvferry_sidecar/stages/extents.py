@@ -24,14 +24,14 @@ def rank_extents(
     ``offsets`` are of the whole stripes; the rank's own place in them is added here.
     """
     assert peer.geometry is not None, "the session's shape needs every rank's geometry"
-    layouts = {held.group: held.layout for held in peer.geometry.groups}
-    layout = layouts.get(shape.group)
+    layout = next((held.layout for held in peer.geometry.groups if held.group == shape.group), None)
     if layout is None or not len(blocks):
         return None
+    at = shape.stripe.offsets[rank_index]
     return Extents(
         layout=layout,
         blocks=blocks,
-        pool_offsets=offsets + np.uint64(shape.stripe.offsets[rank_index]),
+        pool_offsets=offsets + np.uint64(at) if at else offsets,
         seeds=seeds,
         expected=None,
         crc=True,

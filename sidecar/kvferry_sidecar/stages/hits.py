@@ -62,6 +62,8 @@ def keys_of(group: GroupShape, keys: Keys, objects: Objects) -> Keys:
 def refresh(pool: HostTier, shape: SessionShape, keys: Sequence[Keys]) -> None:
     """Mark what is stored of a prefix recently used: windows and states too, anywhere in it."""
     for group, of_group in zip(shape.stored_groups(), keys, strict=True):
+        if not len(of_group):
+            continue
         if group.kind in FULL_FAMILY and group.unit_tokens == group.block_tokens:
             pool.refresh(of_group)
         else:

@@ -7,6 +7,7 @@ settled when every local rank is terminal: its part ended, or it can never start
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import Counter
 from collections.abc import Iterable
 from typing import TypeVar
@@ -86,7 +87,7 @@ class Jobs:
         if isinstance(taken, Decline):
             self._refuse(peer, job, taken, now_s)
             return
-        self._accept(peer, taken, now_s)
+        self._accept(peer, key, taken, now_s)
 
     def on_cancel(self, peer: Peer, cancel: Cancel, now_s: float) -> None:
         """Stop a job on every rank; one that did not come yet is refused when it does."""
@@ -253,21 +254,21 @@ class Jobs:
         self._digests[digest] = run
         self._runs_of[run.session.key] += 1
 
-    def _accept(self, peer: Peer, run: JobRun, now_s: float) -> None:
+    def _accept(self, peer: Peer, key: PartKey, run: JobRun, now_s: float) -> None:
         rank_index = run.ranks.index(peer.rank)
         copies = run.work.copies(peer, rank_index)
-        part = Part(run, peer, rank_index, now_s, now_s, copies)
+        part = Part(run, peer, key, rank_index, now_s, now_s, copies)
         run.parts[peer.rank] = part
-        self._parts[part.key] = part
+        self._parts[key] = part
         self._parts_of[peer.generation] += 1
-        self._core.ledger.accept(run.session.key, part.key, run.work.kind)
+        self._core.ledger.accept(run.session.key, key, run.work.kind)
         self.desk.admit(part, now_s)
 
     def _on_stopped(self, part: Part, now_s: float) -> None:
         """Nothing of the part runs any more: settle the job if it was the last, then report."""
         part.end = end = self._conclude(part)
         part.ended_s = now_s
-        part.moved_bytes = sum(result.moved_bytes for _, result in part.results)
+        part.moved_bytes = sum([result.moved_bytes for _, result in part.results])
         del self._parts[part.key]
         _uncount(self._parts_of, part.key.generation)
         if not part.peer_gone:
@@ -366,9 +367,9 @@ def _bounded(job: Job) -> Job:
 
 def _digest(job: bytes, raw: list[bytes]) -> bytes:
     """Digest over the frames and their lengths, so that no byte can move between frames."""
-    state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    lengths = struct.pack(f"<{len(raw) + 1}Q", len(job), *map(len, raw))
+    state = hashlib.blake2b(lengths, digest_size=_DIGEST_BYTES)
     for frame in (job, *raw):
-        state.update(len(frame).to_bytes(8, "little"))
         state.update(frame)
     return state.digest()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from kvferry_connector.wire.hot import JobStatusName, LoadJob
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET
@@ -144,7 +145,7 @@ class LoadWork:
             if extents is None or shard is None:
                 continue
             expected, _ = self._core.pool.crcs(load.entries, shard)
-            extents = replace(extents, expected=expected)
+            extents = msgspec.structs.replace(extents, expected=expected)
             planned.append(PlannedCopy(index, Direction.SCATTER, extents))
         return planned
 

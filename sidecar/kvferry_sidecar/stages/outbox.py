@@ -39,10 +39,9 @@ class Outbox:
     def post(self, peer: Peer, outcome: Outcome, now_s: float) -> None:
         """Send an outcome and keep it until it is acknowledged."""
         key = PartKey(peer.generation, outcome.job)
-        if key not in self._kept:
+        if self._kept.pop(key, None) is None:
             self._per_half[peer.generation] += 1
         self._kept[key] = _Kept(peer, outcome, now_s + self._resend_s)
-        self._kept.move_to_end(key)
         self._send(peer, outcome)
 
     def repeat(self, key: PartKey, now_s: float) -> bool:

@@ -14,6 +14,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 from kvferry_connector.wire.hot import Job, JobStatusName
 
 from kvferry_sidecar.engines.base import CopyResult, Direction, Extents
@@ -31,8 +32,7 @@ class PartState(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCopy:
+class PlannedCopy(msgspec.Struct, frozen=True):
     """One group's copy of one rank; ``group_index`` counts the groups of the job's work."""
 
     group_index: int
@@ -40,8 +40,7 @@ class PlannedCopy:
     extents: Extents
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """How a part ended."""
 
     status: JobStatusName
@@ -72,6 +71,7 @@ class Part:
 
     run: JobRun
     peer: Peer
+    key: PartKey  # its name everywhere
     rank_index: int
     accepted_s: float
     deadline_s: float
@@ -95,11 +95,6 @@ class Part:
         started_s = self.started_s or ended_s
         return passed_s - self.accepted_s, started_s - passed_s, ended_s - started_s
 
-    @property
-    def key(self) -> PartKey:
-        """Name of this part everywhere."""
-        return PartKey(self.peer.generation, self.run.job.job)
-
 
 @dataclass(slots=True, eq=False)
 class JobRun:
@@ -120,11 +115,16 @@ class JobRun:
 
     def decided(self) -> bool:
         """Whether every local rank is terminal."""
-        return not self.missing() and all(part.end is not None for part in self.parts.values())
+        terminal = len(self.absent)
+        for part in self.parts.values():
+            terminal += part.end is not None
+        return terminal == len(self.ranks)
 
     def all_done(self) -> bool:
         """Whether every local rank ended as done."""
-        return not self.absent and all(
-            part.end is not None and part.end.status is JobStatusName.DONE
-            for part in self.parts.values()
-        )
+        if self.absent:
+            return False
+        for part in self.parts.values():
+            if part.end is None or part.end.status is not JobStatusName.DONE:
+                return False
+        return True

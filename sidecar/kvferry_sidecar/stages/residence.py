@@ -13,6 +13,8 @@ from kvferry_sidecar.sessions.admissions import Keys
 
 one_in = 16
 marks_max = 65_536  # then the oldest are forgotten
+untold_max = 64  # groups of keys that wait to be looked at
+untold_keys_max = 4096
 AGES_S = (
     1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86_400.0, 3 * 86_400.0,
     7 * 86_400.0,
@@ -20,34 +22,50 @@ AGES_S = (
 
 
 class Residence:
-    """Owned by the control loop."""
+    """Owned by the control loop. What comes and goes is looked at many objects at a time."""
 
     def __init__(self) -> None:
         self._entered_s: dict[bytes, float] = {}  # oldest first
+        self._untold: list[tuple[Keys, float, bool]] = []  # in order; the last: it entered
+        self._untold_keys = 0
         self._seconds = Histogram(AGES_S)
 
     def entered(self, keys: Keys, now_s: float) -> None:
         """Objects were committed to the pool; keys (n, 16)."""
-        for key in _sample(keys):
-            self._entered_s.pop(key, None)
-            self._entered_s[key] = now_s
-        while len(self._entered_s) > marks_max:
-            del self._entered_s[next(iter(self._entered_s))]
+        self._note(keys, now_s, entered=True)
 
     def left(self, evicted: bytes, now_s: float) -> None:
         """Objects were evicted; 16 bytes each."""
-        if not evicted or not self._entered_s:
-            return
-        for key in _sample(np.frombuffer(evicted, np.uint8).reshape(-1, 16)):
-            entered_s = self._entered_s.pop(key, None)
-            if entered_s is not None:
-                self._seconds.observe(now_s - entered_s)
+        if evicted:
+            keys = np.frombuffer(evicted, np.uint8).reshape(-1, 16)
+            self._note(keys, now_s, entered=False)
 
     def reading(self) -> HistogramReading:
         """Return the seconds of those that went."""
+        self._look()
         return self._seconds.reading()
 
+    def _note(self, keys: Keys, now_s: float, *, entered: bool) -> None:
+        self._untold.append((keys, now_s, entered))
+        self._untold_keys += len(keys)
+        if len(self._untold) >= untold_max or self._untold_keys >= untold_keys_max:
+            self._look()
 
-def _sample(keys: Keys) -> list[bytes]:
-    chosen = keys[keys[:, 0] < 256 // one_in]
-    return [key.tobytes() for key in chosen]
+    def _look(self) -> None:
+        """Choose the sample: one comparison for many small saves."""
+        untold, self._untold, self._untold_keys = self._untold, [], 0
+        if not untold:
+            return
+        keys = np.concatenate([keys for keys, _, _ in untold])
+        owners = np.repeat(np.arange(len(untold)), [len(keys) for keys, _, _ in untold])
+        rows = np.flatnonzero(keys[:, 0] < 256 // one_in)
+        for row, owner in zip(rows.tolist(), owners[rows].tolist(), strict=True):
+            _, now_s, entered = untold[owner]
+            name = keys[row].tobytes()
+            before_s = self._entered_s.pop(name, None)
+            if entered:
+                self._entered_s[name] = now_s
+            elif before_s is not None:
+                self._seconds.observe(now_s - before_s)
+        while len(self._entered_s) > marks_max:
+            del self._entered_s[next(iter(self._entered_s))]

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 from kvferry_connector.wire.hot import JobStatusName, SaveJob
 from kvferry_connector.wire.names import DONE_STEP_OFFSET
@@ -17,6 +18,7 @@ from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
 from kvferry_sidecar.plan.chunk_keys import keys_of_ends
+from kvferry_sidecar.plan.shards import EVERY
 from kvferry_sidecar.plan.tables import Fault, Table, held_chunks, pick_blocks, read_tables
 from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.sessions.leases import LeaseKey
@@ -30,18 +32,17 @@ from kvferry_sidecar.tiers.host import Owner
 
 Number = TypeVar("Number", np.int32, np.uint32, np.uint64)
 _hash_bytes_max = 64
+_DONE = End(JobStatusName.DONE, Reason.NONE)
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupPlan:
+class _GroupPlan(msgspec.Struct, frozen=True):
     shape: GroupShape
     ends: NDArray[np.int64]  # tokens of the objects' ends, ascending
     keys: NDArray[np.uint8]
     blocks: NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupSave:
+class _GroupSave(msgspec.Struct, frozen=True):
     shape: GroupShape
     ends: NDArray[np.int64]
     keys: NDArray[np.uint8]
@@ -66,7 +67,7 @@ def open_save(
     tables = read_tables(job.tables, raw[0])
     if isinstance(tables, Fault):
         return Decline(Reason.TABLES, tables.text)
-    if unknown := set(tables) - {g.group for g in shape.groups}:
+    if unknown := tables.keys() - shape.group_ids:
         return Decline(Reason.TABLES, f"groups {sorted(unknown)} do not exist")
     plans = []
     for shaped in shape.stored_groups():
@@ -132,8 +133,8 @@ class SaveWork:
     def copies(self, peer: Peer, rank_index: int) -> list[PlannedCopy]:
         """One gather per group that this rank holds layers of and that has new chunks for it."""
         planned = []
-        watched = [self.shadow.save] if self.shadow is not None else []
-        for index, save in enumerate([*self._groups, *watched]):
+        groups = self._groups if self.shadow is None else [*self._groups, self.shadow.save]
+        for index, save in enumerate(groups):
             turn = save.shape.stripe.turns[rank_index]
             extents = rank_extents(
                 peer,
@@ -149,9 +150,9 @@ class SaveWork:
 
     def conclude(self, part: Part) -> End:
         """Done when every copy is; a save has no partial success."""
-        worst = max((result.status for _, result in part.results), default=CopyStatus.DONE)
+        worst = max([result.status for _, result in part.results], default=CopyStatus.DONE)
         if worst is CopyStatus.DONE and len(part.results) == len(part.copies):
-            return End(JobStatusName.DONE, Reason.NONE)
+            return _DONE
         if worst is CopyStatus.CANCELLED or worst is CopyStatus.DONE:
             return part.stop or End(JobStatusName.FAILED, Reason.COPY_FAILED)
         return End(JobStatusName.FAILED, Reason.COPY_FAILED)
@@ -166,10 +167,7 @@ class SaveWork:
             if not len(save.entries):
                 continue
             if whole:
-                self._core.pool.commit(save.entries)
-                self._core.behind.entered(save.keys, form_of(save.shape.stripe))
-                last_s = max(part.ended_s for part in run.parts.values())
-                self._core.residence.entered(save.keys, last_s)
+                self._publish(save, max([part.ended_s for part in run.parts.values()]))
             else:
                 self._core.pool.abort(save.entries)
         if whole and self.objects:
@@ -184,8 +182,15 @@ class SaveWork:
         if self._prefixes:
             refresh(self._core.pool, self._shape, self._prefixes)
 
+    def _publish(self, save: _GroupSave, now_s: float) -> None:
+        core = self._core
+        core.pool.commit(save.entries)
+        if core.behind.wanted:
+            core.behind.entered(save.keys, form_of(save.shape.stripe))
+        core.residence.entered(save.keys, now_s)
+
     def _count_stored(self) -> None:
-        sizes = (len(save.entries) * save.shape.stripe.payload_bytes for save in self._groups)
+        sizes = [len(save.entries) * save.shape.stripe.payload_bytes for save in self._groups]
         keys = [save.keys for save in self._groups]
         self._core.journal.stored(self._shape, keys, sum(sizes))
 
@@ -217,7 +222,7 @@ class SaveWork:
 
 def _by_turn(values: NDArray[Number], turn: slice) -> NDArray[Number]:
     """Return a rank's turn of a job's chunks, dense: native code takes no strides."""
-    return np.ascontiguousarray(values[turn])
+    return values if turn is EVERY else np.ascontiguousarray(values[turn])
 
 
 def _form_fault(
@@ -238,7 +243,7 @@ def _form_fault(
         return Decline(Reason.HASHES_MAX, f"hashes from {job.first_hash} on end over the bound")
     if job.end_tokens > hashes * shape.hash_block_tokens:
         return Decline(Reason.HASHES, f"the hashes end before token {job.end_tokens}")
-    kinds = {g.group: g for g in shape.groups}
+    kinds = {g.group: g for g in shape.groups} if job.hand_offs else {}
     for hand_off in job.hand_offs:
         shaped = kinds.get(hand_off.group)
         if shaped is None or not 1 <= hand_off.block < shaped.num_blocks:
@@ -265,6 +270,24 @@ def _plan_group(
         boundaries=kept_boundaries(rules, job.prefill_tokens, job.junction_tokens),
     )
     ends = (chunks + 1) * shaped.block_tokens
+    if job.tail_tokens:
+        chunks, ends = _with_tail(rules, shaped, job, (chunks, ends))
+    if shaped.save_rule != "all":  # what left the window is gone, and no fault
+        held = np.isin(chunks, held_chunks(tables, shaped.group, chunks))
+        chunks, ends = chunks[held], ends[held]
+    blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
+    if isinstance(blocks, Fault):
+        return Decline(Reason.TABLES, blocks.text)
+    return _keyed(rules, shaped, namespace, job, (ends, blocks, hashes))
+
+
+def _with_tail(
+    rules: Rules,
+    shaped: GroupShape,
+    job: SaveJob,
+    whole: tuple[NDArray[np.int64], NDArray[np.int64]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return chunks and ends with what is kept of a chunk that a request can resume inside."""
     tail = partial_tail(
         rules,
         shaped.group,
@@ -273,14 +296,8 @@ def _plan_group(
         hashed_tokens=job.end_tokens,
     )
     inside = tail.ends % shaped.block_tokens != 0  # the last one, if any: the others are whole
-    chunks, ends = np.append(chunks, tail.chunks[inside]), np.append(ends, tail.ends[inside])
-    if shaped.save_rule != "all":  # what left the window is gone, and no fault
-        held = np.isin(chunks, held_chunks(tables, shaped.group, chunks))
-        chunks, ends = chunks[held], ends[held]
-    blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
-    if isinstance(blocks, Fault):
-        return Decline(Reason.TABLES, blocks.text)
-    return _keyed(rules, shaped, namespace, job, (ends, blocks, hashes))
+    chunks, ends = whole
+    return np.append(chunks, tail.chunks[inside]), np.append(ends, tail.ends[inside])
 
 
 def _plan_states(
@@ -365,15 +382,13 @@ def _reserve(core: Core, plan: _GroupPlan, owner: Owner) -> _GroupSave:
         no_offsets = np.empty(0, np.uint64)
         return _GroupSave(plan.shape, plan.ends, plan.keys, none, plan.blocks, no_offsets, none)
     taken = pool.reserve(plan.keys, stripe.payload_bytes, stripe.shard_count, owner, group)
-    core.skips[Reason.STORED] += taken.stored
-    core.skips[Reason.BEING_WRITTEN] += taken.being_written
-    core.skips[Reason.POOL_FULL] += taken.full
-    return _GroupSave(
-        plan.shape,
-        plan.ends[taken.index],
-        np.ascontiguousarray(plan.keys[taken.index]),
-        taken.entries,
-        plan.blocks[taken.index],
-        pool.payload_offsets(taken.entries),
-        pool.seeds(taken.entries),
-    )
+    if len(taken.entries) < len(plan.keys):
+        core.skips[Reason.STORED] += taken.stored
+        core.skips[Reason.BEING_WRITTEN] += taken.being_written
+        core.skips[Reason.POOL_FULL] += taken.full
+    ends, keys, blocks = plan.ends, plan.keys, plan.blocks
+    if len(taken.entries) < len(keys):
+        ends, blocks = ends[taken.index], blocks[taken.index]
+        keys = np.ascontiguousarray(keys[taken.index])
+    offsets, seeds = pool.payload_offsets(taken.entries), pool.seeds(taken.entries)
+    return _GroupSave(plan.shape, ends, keys, taken.entries, blocks, offsets, seeds)

@@ -39,6 +39,7 @@ class SessionShape:
     rules: Rules
     _stored: tuple[GroupShape, ...] = field(init=False)  # asked for several times a message
     _whole: tuple[int, ...] = field(init=False)
+    group_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         """Work out once what every lookup asks for."""
@@ -50,6 +51,7 @@ class SessionShape:
         )
         object.__setattr__(self, "_stored", stored)
         object.__setattr__(self, "_whole", whole)
+        object.__setattr__(self, "group_ids", frozenset(group.group for group in self.groups))
 
     @property
     def hash_block_tokens(self) -> int:
