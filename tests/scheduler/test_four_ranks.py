@@ -20,7 +20,12 @@ from support.four_ranks import EngineOfRanks, engine_of_ranks
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 RANKS, BLOCK = 4, 64
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float16)
@@ -33,6 +38,11 @@ INDEXER = replace(
 SWA = SlidingWindowSpec(
     block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float16, sliding_window=100
 )
+STATE = MambaSpec(
+    block_size=BLOCK, shapes=((2, 8), (4, 4)), dtypes=(torch.float16, torch.float32),
+    mamba_cache_mode="align", page_size_padded=FULL.page_size_bytes,
+)  # fmt: skip
+STATE_BYTES = 2 * 8 * 2 + 4 * 4 * 4  # the rest of its page is padding
 PER_RANK = {"a": FULL, "b": FULL}
 REPLICATED = {"a": MLA, "a.indexer": INDEXER, "b": MLA, "b.indexer": INDEXER}
 CHUNK_BYTES = {"per rank": 2 * FULL.page_size_bytes,
@@ -173,6 +183,22 @@ def test_ranks_that_share_a_block_s_tokens_each_keep_their_own(
         assert moved(sidecar) == (2 * 4 * size, 2 * 4 * size)
     with engine(specs, ranks=2) as other:
         assert other.run("warm", prompt(9)) == 0, "other tokens in the same blocks"
+
+
+@pytest.mark.parametrize(("attention", "ranks"), [(FULL, 2), (MLA, 4)], ids=["full", "mla"])
+def test_states_beside_attention_whose_tokens_ranks_share(
+    sidecar: SidecarUnderTest, engine: Start, attention: Any, ranks: int
+) -> None:
+    """Attention's blocks hold twice the tokens of a state's, so the hit ends inside one."""
+    specs, tokens = {"a": attention, "m": STATE}, prompt(9)
+    with engine(specs, ranks=ranks, dcp=2) as writer:
+        writer.run("cold", tokens)
+    size = 5 * attention.page_size_bytes + STATE_BYTES
+    assert moved(sidecar) == (ranks * size, 0), "four chunks and a tail, one state"
+    with engine(specs, ranks=ranks, dcp=2) as reader:
+        assert reader.run("warm", tokens, max_tokens=2 * BLOCK) == 9 * BLOCK
+        assert moved(sidecar)[1] == ranks * size
+        assert reader.compared[1] >= ranks, "the state was there when the request went on from it"
 
 
 def test_without_the_hybrid_manager_windows_are_kept_as_full_attention(

@@ -7,25 +7,17 @@ block that is read is compared byte by byte with what it must hold, on every ran
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
-import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from kvferry_connector.config import read_config
-from kvferry_connector.describe import tp_replicas
 from kvferry_connector.entry import FerryConnector
-from kvferry_connector.meta import FerryMetadata
 from kvferry_connector.stats import FerryStats
-from kvferry_connector.worker_half import WorkerHalf
+from support.rank_process import LAYOUT, Cell, StepEnd, StepOrder, serve
 from support.scheduler_configs import MODEL
 from support.waiting import wait_until
 from vllm.config import (
@@ -47,120 +39,19 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
+    resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.utils import allocate_kv_cache
 
-LAYOUT = "LBNHC"
 CONTEXT_TOKENS = 16_384
 ANSWER_S = 60.0
 _fork = multiprocessing.get_context("fork")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A block of a group, and the prefix hash whose chunk it holds or is to hold."""
-
-    group: int
-    block: int
-    name: bytes
-
-
-@dataclass(frozen=True)
-class StepOrder:
-    """One step of a rank: read and compare ``checks``, compute ``writes``."""
-
-    metadata: FerryMetadata
-    checks: list[Cell]
-    writes: list[Cell]
-
-
-@dataclass(frozen=True)
-class StepEnd:
-    """What a rank says at the end of a step; ``wrong`` names what it did not find as it was."""
-
-    output: KVConnectorOutput
-    wrong: list[str]
-
-
-def pattern(name: bytes, layer: str, shard: int, count: int) -> bytes:
-    """The bytes that this shard of a layer has for the chunk of this prefix hash."""
-    seed = hashlib.blake2b(name + f"{layer}/{shard}".encode(), digest_size=8).digest()
-    return np.random.default_rng(int.from_bytes(seed, "little")).bytes(count)
-
-
-# --- a rank's process ------------------------------------------------------------------------
-
-
-class Rank:
-    """One worker half and its memory; lives in the forked process."""
-
-    def __init__(self, vllm_config: VllmConfig, kv_config: KVCacheConfig, rank: int) -> None:
-        vllm_config.parallel_config.rank = rank
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._half = WorkerHalf(vllm_config, kv_config, read_config(extra))
-        sizes = [group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups]
-        with self._half.memory_context():
-            self._views = allocate_kv_cache(
-                kv_config, torch.device("cpu"), KVCacheLayout[LAYOUT], sizes
-            )
-        self._half.register(self._views)
-        self.handshake = self._half.handshake()
-        self._layers = [group.layer_names for group in kv_config.kv_cache_groups]
-        self._shards = [
-            rank // tp_replicas(group.kv_cache_spec, vllm_config.parallel_config)
-            for group in kv_config.kv_cache_groups
-        ]
-
-    def step(self, order: StepOrder) -> StepEnd:
-        self._half.bind(order.metadata)
-        wrong = [text for cell in order.checks for text in self._check(cell)]
-        for cell in order.writes:
-            for layer, page, data in self._pages(cell):
-                page.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(page.shape))
-                assert page.numel() == len(data), layer
-        self._half.end_forward()
-        results = self._half.results()
-        output = KVConnectorOutput(
-            finished_recving=set(results.finished_recving) or None,
-            failed_recving=set(results.failed_recving),
-            kv_connector_worker_meta=self._half.worker_metadata(),
-        )
-        return StepEnd(output, wrong)
-
-    def _check(self, cell: Cell) -> Iterator[str]:
-        for layer, page, data in self._pages(cell):
-            if page.contiguous().numpy().tobytes() != data:
-                yield f"group {cell.group} block {cell.block} layer {layer}"
-
-    def _pages(self, cell: Cell) -> Iterator[tuple[str, torch.Tensor, bytes]]:
-        shard = self._shards[cell.group]
-        for layer in self._layers[cell.group]:
-            page = self._views[layer][cell.block].view(torch.uint8)
-            yield layer, page, pattern(cell.name, layer, shard, page.numel())
-
-    def shutdown(self) -> None:
-        self._half.shutdown()
-
-
-def _serve(pipe: Any, vllm_config: VllmConfig, kv_config: KVCacheConfig, rank: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    half = Rank(vllm_config, kv_config, rank)
-    pipe.send(half.handshake)
-    while (order := pipe.recv()) is not None:
-        pipe.send(half.step(order))
-    half.shutdown()
-
-
-# --- the engine ------------------------------------------------------------------------------
 
 
 class EngineOfRanks:
@@ -188,7 +79,7 @@ class EngineOfRanks:
         for rank, kv_config in enumerate(configs):
             ours, theirs = _fork.Pipe()
             extra["run_dir"] = str(apart if apart and rank else run_dir)
-            process = _fork.Process(target=_serve, args=(theirs, vllm_config, kv_config, rank))
+            process = _fork.Process(target=serve, args=(theirs, vllm_config, kv_config, rank))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -206,6 +97,7 @@ class EngineOfRanks:
         self._bases: dict[str, int] = {}
         self._written: dict[int, tuple[int, bytes]] = {}
         self.wrong: list[str] = []
+        self.compared: Counter[int] = Counter()  # blocks per group, over all ranks
         self.counts: Counter[str] = Counter()
         connector.get_kv_connector_stats = self._count
         self.events: list[Any] = []  # of the store, as vLLM takes them
@@ -215,6 +107,9 @@ class EngineOfRanks:
         kv_config = generate_scheduler_kv_cache_config(configs)
         vllm_config.cache_config.num_gpu_blocks = kv_config.num_blocks
         self.unit, self._hash_tokens = resolve_kv_cache_block_sizes(kv_config, vllm_config)
+        kv_config.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            kv_config, vllm_config, self.unit, self._hash_tokens
+        )
         self._hasher = get_request_block_hasher(self._hash_tokens, sha256_cbor)
         specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
         self._blocks = [one.block_size * (self._dcp if one.dcp_sharded else 1) for one in specs]
@@ -268,7 +163,9 @@ class EngineOfRanks:
         output = self.scheduler.schedule()
         requests = dict(self.scheduler.requests)
         checks, writes = self._cells(output, requests)
-        order = StepOrder(output.kv_connector_metadata, checks, writes)
+        self.compared.update(cell.group for cell in checks for _ in self._pipes)
+        zeroed = list(output.new_block_ids_to_zero or ())
+        order = StepOrder(output.kv_connector_metadata, zeroed, checks, writes)
         for pipe in self._pipes:
             pipe.send(order)
         names = list(output.num_scheduled_tokens)
@@ -378,6 +275,8 @@ def _make_config(
         prefix_caching_hash_algo="sha256_cbor",
     )  # fmt: skip
     cache_config.kv_cache_layout = LAYOUT
+    if any(isinstance(spec, MambaSpec) for spec in specs.values()):
+        cache_config.mamba_cache_mode = "align"
     return VllmConfig(
         model_config=model_config,
         parallel_config=parallel_config,
