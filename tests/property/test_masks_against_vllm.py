@@ -26,6 +26,7 @@ from support.vllm_managers import Oracle, prefix_hashes
 NORMAL_CASES = 2_000
 NORMAL_CPU_S_MAX = 60
 LONG_CASES = 20_000
+PAIR_CASES_MIN = 20
 
 
 def run(first: int, count: int) -> tuple[Tally, collections.Counter[frozenset[str]]]:
@@ -55,7 +56,7 @@ def check(case: Case, rng: random.Random, tally: Tally) -> None:
         mask_checks.hits(case, rng, tally)
 
 
-def assert_covered(tally: Tally, seen: collections.Counter[frozenset[str]], least: int) -> None:
+def assert_covered(tally: Tally, seen: collections.Counter[frozenset[str]]) -> None:
     pairs = {
         pair: sum(count for features, count in seen.items() if features.issuperset(pair))
         for pair in PAIRS
@@ -66,8 +67,8 @@ def assert_covered(tally: Tally, seen: collections.Counter[frozenset[str]], leas
     assert inner >= 0.3, "0 < hit < maximum in too few of the hit cases"
     assert tally.hits_eagle > tally.hits / 10
     assert min(tally.junctions, tally.tails_later, tally.hashed_tails) > 10
-    rare = {pair: count for pair, count in pairs.items() if count < least}
-    assert not rare, f"pairs of features in fewer than {least} configurations: {rare}"
+    rare = {pair: count for pair, count in pairs.items() if count < PAIR_CASES_MIN}
+    assert not rare, f"pairs of features in too few configurations: {rare}"
 
 
 def test_masks_and_hits_equal_those_of_vllm() -> None:
@@ -75,14 +76,14 @@ def test_masks_and_hits_equal_those_of_vllm() -> None:
     tally, seen = run(0, NORMAL_CASES)
     used_s = time.process_time() - started
     print(f"{NORMAL_CASES} configurations in {used_s:.1f} s of CPU")
-    assert_covered(tally, seen, least=5)
+    assert_covered(tally, seen)
     assert used_s < NORMAL_CPU_S_MAX
 
 
 @pytest.mark.long
 def test_masks_and_hits_equal_those_of_vllm_long() -> None:
     tally, seen = run(NORMAL_CASES, LONG_CASES)
-    assert_covered(tally, seen, least=20)
+    assert_covered(tally, seen)
 
 
 # --- what the random configurations cannot hold ------------------------------------------------
