@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import kvferry_connector
 import kvferry_demo
 import pytest
 import tokenizers
+from kvferry_connector.wire.attach import Refused
 from kvferry_demo import protocol
 from kvferry_demo.models import write_model
 from kvferry_demo.processes import ENGINE_ENVIRONMENT, Child, in_environment
 from kvferry_sidecar.errors import ExitCode
-from support.chart import Release, container, render, volumes
+from support.chart import Release, container, render, values_of, volumes
 from support.engine import PATIENCE, EngineUnderTest, Texts, hit_of
 from support.logs import watch_log
+from support.other_users import as_user
 from support.pod import Pod, inner_pid, refusal, running_pod, status_of, terminate
+from support.raw_half import RawHalf
 from support.server import free_port
 from support.sources import ROOT
 from support.waiting import wait_until
@@ -228,6 +233,42 @@ def write_tokenizer(folder: Path) -> None:
     whole.save(str(folder / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+
+
+def test_tenants_of_a_node(tmp_path: Path) -> None:
+    """The recipe's sidecar serves users that are bound to tenants, by their common group."""
+    recipe = values_of("tenants")
+    group, bound, unbound = 10_002, ((20_001, 30_001), (20_002, 30_002)), (20_003, 30_003)
+    made = render({**recipe, "http": VALUES["http"], "pool": VALUES["pool"]})
+    spec = made.sidecar_pod()
+    log = tmp_path / "sidecar.log"
+    with (
+        tempfile.TemporaryDirectory(prefix="kvf-node-") as name,
+        watch_log("sidecar", log),
+        running_pod(spec, IMAGES, Path(name)) as node,
+    ):
+        Path(name).chmod(0o755)
+        (node.volume("config") / "kvferry.toml").write_text(made.toml())
+        node.run_to_end("run-dir", container(spec, "run-dir")["command"])
+        start_sidecar(node, log)
+        run_dir = node.volume("run") / "demo-kvferry"
+        assert stat.S_IMODE(run_dir.stat().st_mode) == 0o2750
+        for number, who in enumerate(bound):
+            with as_user(*who, group):
+                half = RawHalf(run_dir, engine_id=f"engine-{number}")
+            with closing(half):
+                half.attach()
+        with as_user(*unbound, group):
+            stranger = RawHalf(run_dir)
+        with closing(stranger):
+            assert stranger.stream.expect(Refused).code == "uid"
+        with (
+            socket.socket(socket.AF_UNIX) as one,
+            as_user(*bound[0]),
+            pytest.raises(PermissionError),
+        ):
+            one.connect(str(run_dir / "attach.sock"))
+        assert node.stop("kvferry", spec["terminationGracePeriodSeconds"]) == 0
 
 
 @pytest.mark.long

@@ -12,27 +12,13 @@ from kvferry_sidecar.errors import ConfigError
 from kvferry_sidecar.sessions import tenants
 from kvferry_sidecar.sessions.tenants import Credentials
 from support.hot_engine import HotEngine
+from support.other_users import as_user
 from support.raw_half import KvMemory, RawHalf, engine_registration
 from support.sidecar import SidecarUnderTest, make_sidecar
 
 GROUP = 20_010  # of the run directory
 RED, BLUE, STRANGER = (20_001, 30_001), (20_002, 30_002), (20_003, 30_003)
 BOUND = "red=uid:20001; blue=gid:30002,uid:4"
-
-
-@contextmanager
-def as_user(uid: int, gid: int) -> Iterator[None]:
-    """Connect as this user: the kernel notes who calls connect()."""
-    groups = os.getgroups()
-    os.setgroups([GROUP])
-    os.setegid(gid)
-    os.seteuid(uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(0)
-        os.setgroups(groups)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +34,7 @@ def sidecar() -> Iterator[SidecarUnderTest]:
 
 
 def half(sidecar: SidecarUnderTest, who: tuple[int, int], **more: object) -> RawHalf:
-    with as_user(*who):
+    with as_user(*who, GROUP):
         return RawHalf(sidecar.run_dir, **more)
 
 

@@ -107,6 +107,14 @@ def test_settings_of_the_values_arrive_with_their_types():
     }
 
 
+def test_tenants_arrive_with_their_quotas():
+    settings = tomllib.loads(release("tenants").toml())
+    assert settings["namespaces"]["bound"] == "red=uid:20001; blue=uid:20002"
+    assert settings["namespaces"]["rules"].startswith("tenant=red bytes=60%")
+    assert settings["traces"]["sample_percent"] == 5
+    assert "supplementalGroups\n[10002]" in release("tenants").notes
+
+
 def test_a_packaged_chart_renders_the_same(tmp_path):
     """Rules, board and recipes are files of the chart: .helmignore must leave them in."""
     archive = helm_python.package(str(CHART), destination=str(tmp_path))

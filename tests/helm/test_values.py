@@ -41,6 +41,10 @@ REFUSED = [
     ("sidecar.config.run_dir", "/elsewhere"),
     ("sidecar.config.limits.drain_ms_max", 1),
     ("sidecar.config.tiers.host.bytes", "1GiB"),
+    ("sidecar.config.namespaces.bound", "red=uid:1"),
+    ("sidecar.config.traces.sample_percent", 0.5),
+    ("tenants.bound", "red"),
+    ("tenants.bound", "red=uid:1 blue=uid:2"),
     ("connector.source", "git"),
     ("connector.config.run_dir", "/elsewhere"),
     ("engine.enabled", False),
@@ -97,6 +101,15 @@ def test_dfkv_needs_its_library():
 def test_a_page_needs_an_api_to_read():
     with pytest.raises(helm_python.HelmError, match=r"ui\.enabled needs http\.listen"):
         render({**MINIMAL, "ui": {"enabled": True}, "http": {"listen": ""}})
+
+
+@pytest.mark.parametrize("change", [{"mode": "sidecar", "engine": {}}, {"user": 1}, {"engine": {}}])
+def test_tenants_need_a_sidecar_of_root_for_other_charts_engines(change):
+    whole = {"mode": "daemonset", "user": 0, "engine": {"enabled": False}, "model": "m"}
+    bound = {"tenants": {"bound": "red=uid:20001"}}
+    render({**whole, **bound})
+    with pytest.raises(helm_python.HelmError, match=r"tenants\.bound needs mode daemonset"):
+        render({**whole, **bound, **change})
 
 
 def test_two_stores_are_refused():

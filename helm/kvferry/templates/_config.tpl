@@ -40,6 +40,13 @@ tiers:
     {{- end }}
     {{- end }}
   {{- end }}
+{{- with .Values.tenants.bound }}
+{{- if or (ne $.Values.mode "daemonset") (ne (int64 $.Values.user) 0) $.Values.engine.enabled }}
+{{- fail "tenants.bound needs mode daemonset, user 0 and engine.enabled false: a sidecar that serves several users is root, and engines run as none of them" }}
+{{- end }}
+namespaces:
+  bound: {{ . | quote }}
+{{- end }}
 copy:
   threads: {{ int64 .Values.sidecar.copyThreads }}
   {{- if .Values.gpu.serve }}
@@ -85,6 +92,7 @@ mooncake://{{ include "kvferry.fullname" . }}-mooncake:{{ int64 .Values.remote.m
 {{- if kindIs "map" $value -}}
 {{- include "kvferry.tomlTable" (dict "prefix" (printf "%s%s." $prefix $key) "table" $value) -}}
 {{- else if kindIs "float64" $value -}}
+{{- if ne (float64 (int64 $value)) $value }}{{ fail (printf "sidecar.config.%s%s is %v: settings are whole numbers" $prefix $key $value) }}{{ end -}}
 {{- printf "%s%s = %d\n" $prefix $key (int64 $value) -}}
 {{- else -}}
 {{- printf "%s%s = %s\n" $prefix $key (mustToRawJson $value) -}}
