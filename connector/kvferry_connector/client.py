@@ -107,7 +107,7 @@ class Client:
 
     @property
     def state(self) -> str:
-        """One of "stopped", "away", "refused", "registered", "ready"."""
+        """One of "stopped", "away", "refused", "registered", "ready", "asleep"."""
         return self._lifeline.state
 
     # --- hot channel -------------------------------------------------------------------------
@@ -155,6 +155,23 @@ class Client:
     def rotate(self, version: bytes) -> None:
         """Make ``version`` (16 bytes) the namespace version, now and at every later attach."""
         self._lifeline.rotate(version)
+
+    def withdraw(self, wait_s: float) -> bool:
+        """Take the memory back from every sidecar; True once each has closed it, or has ended.
+
+        From then on no copy runs on it. Waits at most ``wait_s`` seconds; what has not come by
+        then is waited for in the background. There is no link until ``lend``.
+        """
+        loan = self._lifeline.loan
+        loan.recall()
+        self._lifeline.prod()
+        return loan.returned.wait(wait_s)
+
+    def lend(self, registration: RegisterRank, memories: Sequence[MemoryHandle]) -> None:
+        """After ``withdraw``: register this memory, once what was lent before is back."""
+        self._facts = (*self._facts[:2], registration, tuple(memories))
+        self._lifeline.loan.renew((registration, tuple(memories)))
+        self._lifeline.prod()
 
     def close(self) -> None:
         """Say Bye, stop the thread (waits at most ``join_s_max`` seconds), drop the sockets."""

@@ -101,8 +101,12 @@ def describe_rank(
     kv_caches: Mapping[str, torch.Tensor],
     memory: KvMemory,
     config: FerryConfig,
+    *,
+    serial: int = 1,
 ) -> RegisterRank:
     """Return a worker half's registration from what ``register_kv_caches`` was given.
+
+    ``serial``: 1, and one more for every time the memory was mapped anew.
 
     Raises DescribeError when a tensor is not where the config says, ExportError when its memory
     is not ours, UnsupportedEngineError when its hashes cannot be shared.
@@ -110,7 +114,7 @@ def describe_rank(
     hash_tokens = block_sizes(vllm_config, kv_cache_config)[1]
     backends = layer_backends(vllm_config, kv_cache_config)
     return RegisterRank(
-        serial=1,  # a re-mapping of the memory would be the next one
+        serial=serial,
         shard=worker_shard(vllm_config),
         identity=identity_facts(
             vllm_config,

@@ -104,8 +104,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         cls,
         kv_transfer_config: KVTransferConfig,  # noqa: ARG003 - whatever the settings
     ) -> bool:
-        """KV memory stays where it was registered (vLLM 0.33 asks)."""
-        return False
+        """KV memory is taken back before sleep, and lent again after it (vLLM 0.33 asks)."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
@@ -140,11 +140,15 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Return where this rank lives."""
         return self._worker.handshake()
 
+    @_guarded(_nothing)
     def unregister_kv_caches(self) -> None:
-        """Do nothing: sleep mode is not supported (vLLM 0.33 calls this before sleep)."""
+        """Take the KV memory back from the sidecar (vLLM 0.33 calls this before sleep)."""
+        self._worker.unregister()
 
+    @_guarded(_nothing)
     def restore_kv_caches(self) -> None:
-        """Do nothing: see unregister_kv_caches."""
+        """Lend it again (vLLM 0.33 calls this after waking up)."""
+        self._worker.restore()
 
     # --- worker: one step; each step calls all of these, so their guards are written out ------
 

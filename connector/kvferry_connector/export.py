@@ -61,6 +61,7 @@ class KvMemory:
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
+        self._kept: list[int] = []  # of memory that a sidecar may still have open
         self.driver: Driver | None = None  # once KV memory of a GPU was found
 
     def context(self) -> TorchFunctionMode:
@@ -99,9 +100,12 @@ class KvMemory:
         self._check_room()
         self.driver = self.driver or Driver()
         cuda = self.driver.export(address, ordinal)
-        buffer = Buffer(len(self._buffers), None, address, total_bytes, cuda)
+        buffer = Buffer(self._number(), None, address, total_bytes, cuda)
         self._buffers.append(buffer)
         return buffer
+
+    def _number(self) -> int:
+        return 1 + max((buffer.buffer for buffer in self._buffers), default=-1)
 
     def _check_room(self) -> None:
         if len(self._buffers) >= _buffers_max:
@@ -115,15 +119,32 @@ class KvMemory:
         total_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd, mapping = _shared_memory("kvferry-kv", total_bytes)
         tensor = torch.frombuffer(mapping, dtype=torch.int8, count=num_bytes)
-        buffer = Buffer(len(self._buffers), fd, tensor.data_ptr(), total_bytes)
+        buffer = Buffer(self._number(), fd, tensor.data_ptr(), total_bytes)
         self._buffers.append(buffer)
         return tensor
+
+    def forget(self, *, closed: bool) -> None:
+        """The engine maps its GPU memory anew: what was exported of it is of the memory before.
+
+        ``closed``: no sidecar needs the descriptors any more. Host memory stays where it is.
+        """
+        old = [buffer for buffer in self._buffers if buffer.cuda is not None]
+        self._buffers = [buffer for buffer in self._buffers if buffer.cuda is None]
+        fds = [buffer.fd for buffer in old if buffer.fd is not None]
+        if closed:
+            for fd in fds:
+                os.close(fd)
+        else:
+            self._kept += fds
 
     def close(self) -> None:
         """Close the descriptors; tensors keep their memory."""
         for buffer in self._buffers:
             if buffer.fd is not None:
                 os.close(buffer.fd)
+        for fd in self._kept:
+            os.close(fd)
+        self._kept.clear()
         self._buffers.clear()
 
 

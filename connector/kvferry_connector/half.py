@@ -10,6 +10,22 @@ from kvferry_connector.wire import attach
 from kvferry_connector.wire.codec import WireError
 from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 
+# How a log says what state a half is in: its name, the run directory, the reason, the directory.
+STATE_TEXTS = {
+    "away": "kvferry: %s has no sidecar at %s (%s): nothing is loaded or saved until one is there. "
+    "Start `kvferry serve --run-dir %s`, or correct run_dir in kv_connector_extra_config",
+    "refused": "kvferry: %s was refused by the sidecar at %s: %s. See also the log of the sidecar "
+    "in %s",
+    "untrusted": "kvferry: %s refused to attach at %s: %s. Nothing is handed over until "
+    "%s is in order",
+    "registered": "kvferry: %s is registered with the sidecar at %s (%s); waiting for the other "
+    "halves in %s",
+    "ready": "kvferry: %s uses the sidecar at %s (%s); see `kvferry status --run-dir %s`",
+    "asleep": "kvferry: %s has its KV memory back from the sidecar at %s (%s), and lends it again "
+    "when the engine wakes up (%s)",
+    "stopped": "kvferry: %s has left the sidecar at %s (%s, %s)",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:

@@ -9,6 +9,7 @@ eventfd to say so.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import select
@@ -23,37 +24,26 @@ import msgspec
 import zmq
 
 from kvferry_connector.config import FerryConfig
-from kvferry_connector.half import Half, MemoryHandle, introduce, refusal_text
+from kvferry_connector.half import STATE_TEXTS, Half, MemoryHandle, introduce, refusal_text
 from kvferry_connector.link import HotSocket, Link
+from kvferry_connector.loan import Loan
 from kvferry_connector.log import LOGGER
 from kvferry_connector.stream import AttachStream, UntrustedError
 from kvferry_connector.wire import attach
 from kvferry_connector.wire.attach import RegisterEngine, RegisterRank
 from kvferry_connector.wire.codec import WireError, ids_max
 from kvferry_connector.wire.names import attach_path
-from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
+from kvferry_connector.wire.version import LEFT_SINCE, PROTOCOL_MAX, PROTOCOL_MIN
 
 backoff_s_min = 0.05
 backoff_s_max = 1.0
 hot_connect_ms_max = 1000
 unproven_epochs_max = 8
+leave_s_max = 1.0  # an engine that ends waits so long until its memory is closed
 M = TypeVar("M", attach.Welcome, attach.Registered)
 
 
 logger = logging.getLogger(LOGGER)
-
-_TEXTS = {
-    "away": "kvferry: %s has no sidecar at %s (%s): nothing is loaded or saved until one is there. "
-    "Start `kvferry serve --run-dir %s`, or correct run_dir in kv_connector_extra_config",
-    "refused": "kvferry: %s was refused by the sidecar at %s: %s. See also the log of the sidecar "
-    "in %s",
-    "untrusted": "kvferry: %s refused to attach at %s: %s. Nothing is handed over until "
-    "%s is in order",
-    "registered": "kvferry: %s is registered with the sidecar at %s (%s); waiting for the other "
-    "halves in %s",
-    "ready": "kvferry: %s uses the sidecar at %s (%s); see `kvferry status --run-dir %s`",
-    "stopped": "kvferry: %s has left the sidecar at %s (%s, %s)",
-}
 
 
 class _DetachedError(Exception):
@@ -94,8 +84,11 @@ class Lifeline:
         self.acks: list[int] = []
         self.last_ack_s = 0.0
         self.counts: Counter[str] = Counter()
+        self.loan = Loan()
         self._said = ""
-        self._stopping = False
+        self._stopping = self._parting = False
+        self._leave_by_s = math.inf
+        self._protocol = 0
         self._thread: threading.Thread | None = None
         self._stream: AttachStream | None = None
         self._inbox: deque[attach.ToPeer] = deque()
@@ -120,6 +113,10 @@ class Lifeline:
     def rotate(self, version: bytes) -> None:
         """Send the version, now if attached, and at every later attach."""
         self._registration = msgspec.structs.replace(self._registration, version=version)
+        self.prod()
+
+    def prod(self) -> None:
+        """Have the thread look at once at what is wanted of it."""
         if self._thread is not None and not self._stopping:
             os.eventfd_write(self._wake, 1)
 
@@ -147,9 +144,12 @@ class Lifeline:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         backoff_s = backoff_s_min
         while not self._stopping:
-            attached = False
+            attached = self.loan.back
             try:
                 try:
+                    if self.loan.back:
+                        self._slumber()
+                        continue
                     self._attach()
                     attached, backoff_s = True, backoff_s_min
                     self._keep()
@@ -158,7 +158,7 @@ class Lifeline:
                     self._detach("refused", str(error), error.refused)
                     self.counts["refusals"] += 1
                 except (_DetachedError, OSError, WireError, zmq.ZMQError) as error:
-                    self._detach("away", str(error))
+                    self._detach("asleep" if self.loan.back else "away", str(error))
             except Exception:  # also of a handler: nobody else would learn of deaths
                 with suppress(Exception):  # also of a log's handler
                     logger.exception("lifeline of %s failed and starts again", self._half.name)
@@ -169,10 +169,21 @@ class Lifeline:
             backoff_s = min(2 * backoff_s, backoff_s_max)
         self._detach("stopped", "closed")
 
+    def _slumber(self) -> None:
+        """Nobody has our memory: say so, and wait for other memory."""
+        self._show("asleep", "closed there")
+        loaned = self.loan.settle()
+        if loaned is not None:
+            self._registration, self._memories = loaned
+        else:
+            self._rest(backoff_s_max)
+
     def _rest(self, backoff_s: float) -> None:
         """Wait, and notice deaths meanwhile."""
         end = time.monotonic() + backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
         while time.monotonic() < end and not self._stopping:
+            if self.loan.due:
+                return
             try:
                 self._pump(end)
             except Exception:  # as above
@@ -194,9 +205,9 @@ class Lifeline:
             raise WireError(f"the sidecar chose protocol {welcome.protocol}, which we do not speak")
         self._watch(welcome.epoch, stream.take_pidfd())
         self._epoch = welcome.epoch
+        self._protocol = welcome.protocol
         self._registered = self._registration
-        stream.send(self._registered)
-        registered = self._expect(attach.Registered, deadline)
+        registered = self._register(stream, deadline)
         hot = self._connect(welcome)
         self.last_ack_s = time.monotonic()
         self._beat_s = (self._config.heartbeat_ms or max(1, welcome.heartbeat_ms)) / 1000
@@ -204,7 +215,21 @@ class Lifeline:
         self.refusal = None
         self._show("registered", f"epoch {welcome.epoch:x} generation {welcome.generation}")
         rules = tuple(registered.save_rules)
-        self.published = Link(welcome.epoch, welcome.generation, welcome.protocol, rules, hot=hot)
+        link = Link(welcome.epoch, welcome.generation, welcome.protocol, rules, hot=hot)
+        self.published = None if self.loan.asleep or self._parting else link
+
+    def _register(self, stream: AttachStream, deadline: float) -> attach.Registered:
+        """Register; from here on the sidecar has our memory, unless it refuses a first time."""
+        first = self._epoch not in self.loan.lent
+        if self._half.role == "worker":
+            self.loan.lent.add(self._epoch)
+        stream.send(self._registered or self._registration)
+        try:
+            return self._expect(attach.Registered, deadline)
+        except _RefusedError:
+            if first:
+                self.loan.lent.discard(self._epoch)
+            raise
 
     def _watch(self, epoch: int, pidfd: int) -> None:
         """Take over the pidfd of the sidecar of ``epoch``."""
@@ -232,14 +257,18 @@ class Lifeline:
     def _keep(self) -> NoReturn:
         """Beat and listen until the attachment ends, which is an exception."""
         beat_at = time.monotonic()
+        self._obey()
         while True:
             now = time.monotonic()
+            if now >= self._leave_by_s:
+                raise _DetachedError("the sidecar has not closed the memory of an engine that ends")
             if now >= beat_at:
-                self._beat()
+                if not self._parting:
+                    self._beat()
                 beat_at = now + self._beat_s
             while self._inbox:
                 self._handle(self._inbox.popleft())
-            self._pump(beat_at)
+            self._pump(min(beat_at, self._leave_by_s))
 
     def _beat(self) -> None:
         stream = self._stream
@@ -261,6 +290,11 @@ class Lifeline:
                 self.published = replace(link, ready=True, save_rules=tuple(message.save_rules))
             case attach.Registered() if link is not None:
                 self.published = replace(link, save_rules=tuple(message.save_rules))
+            case attach.Left():
+                self.loan.lent.discard(self._epoch)
+                raise _DetachedError("the memory is back")
+            case attach.Ready() | attach.Registered():
+                pass  # on their way when we said Bye
             case attach.Refused():
                 raise _RefusedError(message)
             case _:
@@ -294,6 +328,7 @@ class Lifeline:
         fired = dict(poller.poll(wait_ms + 1))
         for epoch in [e for e, fd in self.unproven.items() if fired.get(fd, 0) & select.POLLIN]:
             os.close(self.unproven.pop(epoch))
+            self.loan.lent.discard(epoch)
             if epoch == self._epoch:
                 raise _DetachedError("the sidecar ended (its pidfd says so)")
         if self._wake in fired:
@@ -307,16 +342,30 @@ class Lifeline:
         """Do what the hook thread wants: leave, or send another version."""
         if self._stream is None:
             return
-        if self._stopping:
-            self._stream.send(attach.Bye())
-            raise _DetachedError("the engine leaves")
+        if self._stopping or self.loan.asleep:
+            if self._registered is not None:
+                self._say_bye(self._stream)
+            elif not self._parting:
+                raise _DetachedError("the engine leaves")
+            if self._stopping and self._leave_by_s == math.inf:
+                self._leave_by_s = time.monotonic() + leave_s_max
+            return
         newest = self._registration
         if isinstance(newest, RegisterEngine) and self._registered not in (None, newest):
             self._registered = newest
             self._stream.send(attach.Rotate(version=newest.version))
 
+    def _say_bye(self, stream: AttachStream) -> None:
+        """Leave; who lent memory stays until it has it back (Left), if the sidecar says so."""
+        self.published = self._registered = None
+        self._parting = True
+        stream.send(attach.Bye())
+        if self._epoch not in self.loan.lent or self._protocol < LEFT_SINCE:
+            raise _DetachedError("the engine leaves")
+
     def _detach(self, state: str, reason: str, refused: attach.Refused | None = None) -> None:
         self.published = self._registered = None
+        self._parting = False
         self._epoch = 0
         self.refusal = refused or self.refusal
         self._inbox.clear()
@@ -335,5 +384,5 @@ class Lifeline:
         self._said = said
         folder = self._config.run_path()
         untrusted = state == "refused" and self.refusal and self.refusal.code == "untrusted"
-        text = _TEXTS["untrusted" if untrusted else state]
+        text = STATE_TEXTS["untrusted" if untrusted else state]
         logger.log(level, text, self._half.name, folder, reason, folder)

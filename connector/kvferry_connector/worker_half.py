@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 
     from kvferry_connector.config import FerryConfig
     from kvferry_connector.link import Link
+    from kvferry_connector.wire.attach import RegisterRank
 
 
 _ACKS_ENOUGH = 64  # and a message is worth sending
 _ACK_S = 0.1  # an outcome is acknowledged after this, well before it would be sent again
 _SWEEP_S = 0.01  # between two looks at every open job, while the link holds
+_withdraw_s_max = 10.0  # the engine's sleep waits so long for copies that run on its memory
 _IDLE_POLL_S = 1.0  # with no job open: an outcome whose acknowledgement was lost comes again
 # Shared by all steps with nothing to report; vLLM only reads it.
 _NOTHING = KVConnectorTransferResults()
@@ -65,6 +67,8 @@ class WorkerHalf:
         self._memory = KvMemory()
         self._fence = FencePage()
         self._client: Client | None = None
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        self._serial, self._asleep = 0, False
         self._bound: FerryMetadata | None = None  # the step that runs
         self._open: dict[int, OpenJob] = {}
         self._reports: dict[int, Report] = {}  # not yet on their way to the scheduler half
@@ -78,8 +82,13 @@ class WorkerHalf:
 
     # --- life of the engine ------------------------------------------------------------------
 
-    def memory_context(self) -> AbstractContextManager[object]:
-        """Return the context in which the engine allocates KV memory that can be shared."""
+    def memory_context(self) -> AbstractContextManager[object] | None:
+        """Return the context in which the engine allocates KV memory that can be shared.
+
+        None on a GPU: ours would take the place of the pool that sleep mode frees.
+        """
+        if self._vllm_config.device_config.device_type != "cpu":
+            return None
         context: AbstractContextManager[object] = self._memory.context()
         return context
 
@@ -91,10 +100,8 @@ class WorkerHalf:
         """
         if self._client is not None:
             return
-        vllm_config = self._vllm_config
-        registration = describe_rank(
-            vllm_config, self._kv_cache_config, kv_caches, self._memory, self._config
-        )
+        self._kv_caches = kv_caches
+        vllm_config, registration = self._vllm_config, self._describe()
         if self._memory.driver is not None:
             self._fence.follow(self._memory.driver, _current_stream)
         engine_id = vllm_config.kv_transfer_config.engine_id
@@ -103,6 +110,48 @@ class WorkerHalf:
         client.set_acks(self._acks)
         client.start()
         self._client = client
+
+    def _describe(self) -> RegisterRank:
+        self._serial += 1
+        return describe_rank(
+            self._vllm_config, self._kv_cache_config, self._kv_caches, self._memory, self._config,
+            serial=self._serial,
+        )  # fmt: skip
+
+    def unregister(self) -> None:
+        """Take the KV memory back, before the engine unmaps it; again does nothing.
+
+        The engine has drained its loads, so what is open are saves at most: the sidecar stops their
+        copies and closes the memory before it answers, and they end as failed here. Without an
+        answer the memory stays open there and they stay open here, and nothing new is lent until
+        it comes: what still runs can only reach the memory of before.
+        """
+        client = self._client
+        if client is None or self._asleep:
+            return
+        self._asleep = True
+        back = client.withdraw(_withdraw_s_max)
+        if back:
+            for job in list(self._open):
+                self._end(job, "failed", "unregistered")
+        else:
+            self.stats.count("withdraw_s_max")
+            logger.warning(
+                "rank %d: no sidecar answered within %g s that the KV memory is closed; until one "
+                "does, this engine has no cache, and what it sleeps off may stay allocated",
+                self._rank, _withdraw_s_max,
+            )  # fmt: skip
+        self._memory.forget(closed=back)
+
+    def restore(self) -> None:
+        """Lend the KV memory as it is mapped now, under the next serial; again does nothing.
+
+        Raises as ``register`` does; the engine then has no cache.
+        """
+        client = self._client
+        if client is not None and self._asleep:
+            client.lend(self._describe(), self._memory.handles())
+            self._asleep = False
 
     def handshake(self) -> FerryHandshake | None:
         """Return where this rank lives; None when its memory could not be registered."""
@@ -151,7 +200,8 @@ class WorkerHalf:
         for order in orders:
             load_of = order.request if is_load else ""
             if client is None or link is None or order.epoch != link.epoch:
-                self._report(order.job, load_of, "failed", "sidecar_away")
+                away = "unregistered" if self._asleep else "sidecar_away"
+                self._report(order.job, load_of, "failed", away)
             elif client.send(link, hot.Submit(order.body), order.frames):
                 self._open[order.job] = OpenJob(order.epoch, load_of, now_s, self._rotation)
             else:

@@ -203,13 +203,13 @@ class Pipeline:
         self._gone(peer, Reason.PEER_LEFT, now_s)
 
     def _gone(self, peer: Peer, reason: Reason, now_s: float) -> None:
-        self._core.forget_shape(peer.session)
         if peer.role == "scheduler":
             self._core.announcer.gone(peer)
             self._probes.on_gone(peer, now_s)
             self._core.shadows.drop_life(peer.session.life)
         else:
             self._jobs.on_gone(peer, reason, now_s)
+        self._core.forget_shape(peer.session)  # last: settling jobs asks for it
 
     # --- what time and copies bring -----------------------------------------------------------
 

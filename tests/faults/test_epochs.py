@@ -13,6 +13,7 @@ import pytest
 from kvferry_connector import half as connector_half
 from kvferry_connector.wire.codec import encode_job
 from kvferry_connector.wire.hot import Error, Submit
+from kvferry_connector.wire.version import PROTOCOL_MAX
 from support.books import read_status, wait_settled
 from support.client_half import ClientEngine, client_engine
 from support.hot_engine import HotEngine
@@ -22,7 +23,7 @@ from support.sidecar import SidecarUnderTest, make_sidecar, running_sidecar
 from support.waiting import wait_until
 
 LONG_STOP = pytest.param(30.0, marks=pytest.mark.long)
-NEWER = f"from kvferry_connector.wire import version; version.PROTOCOL_MAX = 2; {COMMAND}"
+NEWER = f"from kvferry_connector.wire import version; version.PROTOCOL_MAX += 1; {COMMAND}"
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ def test_a_stopped_sidecar_goes_on_where_it_was(
 
 
 def test_an_upgrade_to_a_newer_protocol_brings_the_hits_back() -> None:
-    """The new sidecar speaks protocol 2 as well; a half of protocol 1 is served in its own."""
+    """The new sidecar speaks one protocol more; a half is served in its own."""
     with servings(1) as (one,):
         former = one.start_ready()
         with client_engine(one.run_dir) as engine:  # idle all the while
@@ -215,7 +216,7 @@ def test_an_upgrade_to_a_newer_protocol_brings_the_hits_back() -> None:
             one.command = NEWER
             one.start_ready()
             engine.wait_ready(beyond_epoch=epoch)
-            assert engine.worker_half.ready_link().protocol == 1
+            assert engine.worker_half.ready_link().protocol == PROTOCOL_MAX
             assert engine.get("before the upgrade") == 48
             wait_settled(one.run_dir)
 
@@ -223,9 +224,9 @@ def test_an_upgrade_to_a_newer_protocol_brings_the_hits_back() -> None:
 def test_a_newer_half_speaks_the_protocol_of_an_older_sidecar(
     sidecar: SidecarUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector_half, "PROTOCOL_MAX", 2)
+    monkeypatch.setattr(connector_half, "PROTOCOL_MAX", PROTOCOL_MAX + 1)
     with client_engine(sidecar.run_dir) as engine:
-        assert engine.worker_half.ready_link().protocol == 1
+        assert engine.worker_half.ready_link().protocol == PROTOCOL_MAX
         engine.put("newer")
         assert engine.get("newer") == 48
         wait_settled(sidecar.run_dir)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ class TorchMemory:
     """KV memory that torch allocated, on the host or on a GPU."""
 
     def __init__(self, half: Any, total_bytes: int, device: str) -> None:
-        with half.memory_context():
+        with half.memory_context() or nullcontext():
             self.tensor = torch.zeros(total_bytes, dtype=torch.int8, device=device)
 
     def read(self, at: int, count: int) -> bytes:
@@ -68,6 +69,7 @@ def main(run_dir: str, kind: str) -> None:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0),
         kv_transfer_config=SimpleNamespace(engine_id=f"stand-in-{os.getpid()}"),
+        device_config=SimpleNamespace(device_type="cpu" if kind == "cpu" else "cuda"),
         instance_id="one",
     )
     half = worker_half.WorkerHalf(config, None, read_config({"run_dir": run_dir}))
@@ -77,7 +79,9 @@ def main(run_dir: str, kind: str) -> None:
         else TorchMemory(half, recording.total_bytes, kind)
     )
 
-    def described(_config: Any, _kv_config: Any, caches: Any, kv_memory: Any, _: Any) -> Any:
+    def described(
+        _config: Any, _kv: Any, caches: Any, kv_memory: Any, _: Any, **_serial: Any
+    ) -> Any:
         kv_memory.find(caches["all"])
         return recording.rank
 

@@ -159,6 +159,8 @@ class _Server:
             self.tell("rotate", version=message.version.hex())
         elif isinstance(message, attach.Bye):
             self.tell("bye")
+            if not self.options.keeps_memory:
+                peer.say(attach.Left())
 
     def welcome(self, peer: _Peer, hello: attach.Hello) -> None:
         inode = os.fstat(peer.fds[0]).st_ino
@@ -215,6 +217,9 @@ class _Server:
             case {"hang_up": _}:
                 for peer in list(self.peers.values()):
                     self.hang_up(peer)
+            case {"let_go": _}:
+                for peer in self.peers.values():
+                    peer.say(attach.Left())
             case {"end": _}:
                 raise SystemExit
 
@@ -230,6 +235,7 @@ def main() -> None:
     parser.add_argument("--refuse-registration", action="store_true")
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--no-pidfd", action="store_true")
+    parser.add_argument("--keeps-memory", action="store_true")
     _Server(parser.parse_args()).run()
 
 

@@ -92,4 +92,5 @@ ATTACH_TO_PEER: list[attach.ToPeer] = [
     attach.Ready("00ff", [0], ["all"]),
     attach.HeartbeatAck(5),
     attach.StatusReply(b"{}"),
+    attach.Left(),
 ]

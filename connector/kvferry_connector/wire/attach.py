@@ -192,7 +192,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """The half leaves in order; nothing of it is in flight any more."""
+    """The half leaves in order, or takes its KV memory back: what runs on it is to stop.
+
+    Answered by Left from protocol 2 on.
+    """
 
 
 class StatusQuery(msgspec.Struct, frozen=True, tag="status?"):
@@ -266,7 +269,11 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status"):
     document: bytes
 
 
-ToPeer = Welcome | Refused | Registered | Ready | HeartbeatAck | StatusReply
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """Of the half that said Bye no copy runs any more, and its memory is closed (protocol 2)."""
+
+
+ToPeer = Welcome | Refused | Registered | Ready | HeartbeatAck | StatusReply | Left
 
 _encoder = msgspec.msgpack.Encoder()
 _from_peer: msgspec.msgpack.Decoder[FromPeer] = msgspec.msgpack.Decoder(FromPeer)

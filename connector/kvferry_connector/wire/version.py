@@ -13,7 +13,8 @@ Evolution rule (tests/unit/wire/test_golden.py holds the bytes):
 from __future__ import annotations
 
 PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+PROTOCOL_MAX = 2
+LEFT_SINCE = 2  # a Bye is answered
 
 
 def negotiate(peer_min: int, peer_max: int) -> int | None:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry_connector.wire.attach import FieldRefusal, Group, RegisterEngine, RegisterRank
+from kvferry_connector.wire.attach import (
+    FieldRefusal,
+    Group,
+    Hello,
+    Refused,
+    RegisterEngine,
+    RegisterRank,
+)
 from kvferry_connector.wire.names import NONCE_BYTES
 from msgspec.structs import replace
 
@@ -21,6 +28,24 @@ _SAME_ARGUMENTS = "start all ranks of the engine with the same arguments and ver
 _STAGE_IDENTITY = frozenset({"attention_backends"})
 _STAGE_SPEC = frozenset({"backends", "kernel_blocks", "members"})
 _REPORT = "report it with both values: the connector describes its engine inconsistently"
+
+
+def taken(hello: Hello, old: Peer) -> Refused:
+    """Return the answer to a half whose place a living process has."""
+    place = "the scheduler half" if old.rank < 0 else f"rank {old.rank}"
+    return Refused(
+        "taken",
+        f"{place} of engine {hello.engine_id} is held by a live process (pid {old.pid})",
+        [
+            FieldRefusal(
+                "pid",
+                str(hello.pid),
+                str(old.pid),
+                "end the old process (kill -9 is enough), or give the new engine its own "
+                "engine_id or instance_id",
+            )
+        ],
+    )
 
 
 def check_engine(session: Session, theirs: RegisterEngine, ranks_max: int) -> list[FieldRefusal]:

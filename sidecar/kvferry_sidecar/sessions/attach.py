@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvferry_connector.wire import attach as wire
-from kvferry_connector.wire.attach import FieldRefusal, Refused, ToPeer, Welcome
+from kvferry_connector.wire.attach import Refused, ToPeer, Welcome
 from kvferry_connector.wire.codec import WireError
+from kvferry_connector.wire.version import LEFT_SINCE
 from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.errors import RunDirError
@@ -40,8 +41,6 @@ from kvferry_sidecar.sessions.registry import Claim, Registry
 
 accepts_per_turn_max = 32
 accept_pause_s = 0.2  # out of descriptors: a pause instead of a spinning loop
-refusal_fields_max = 64
-refusal_chars_max = 1024  # of each text in a refusal: all of it fits one message
 _backlog_max = 128
 _OUT_OF_FDS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REMEDY_FDS = "raise RLIMIT_NOFILE of the sidecar"
@@ -87,6 +86,7 @@ class AttachServer:
         self._path = path
         self._connections: dict[int, Connection] = {}
         self._of_peer: dict[Peer, Connection] = {}
+        self._parting: dict[Peer, Connection] = {}  # said Bye, and wait for Left
         # Streams that must come to something, oldest first: fd -> when they are closed.
         self._deadlines: dict[int, float] = {}
         self._resume_accept_s = math.inf
@@ -122,6 +122,13 @@ class AttachServer:
 
         (Before its registration is answered, a half expects that answer and nothing else.)
         """
+        if isinstance(message, wire.Left):
+            connection = self._parting.pop(peer, None)
+            if connection is not None and self._is_open(connection):
+                self._restart_deadline(connection)  # the half closes it now
+                with self._closing_on_failure(connection):
+                    self._send(connection, message)
+            return
         connection = self._of_peer.get(peer)
         if connection is not None and connection.registered:
             with self._closing_on_failure(connection):
@@ -239,10 +246,19 @@ class AttachServer:
             case wire.Heartbeat():
                 self._answer(connection, self._registry.beat(peer, message, now_s))
             case wire.Bye():
-                self._registry.bye(peer, now_s)
-                self._of_peer.pop(peer, None)
-                connection.peer = None
-                raise PeerGoneError("bye")
+                self._on_bye(connection, peer, now_s)
+
+    def _on_bye(self, connection: Connection, peer: Peer, now_s: float) -> None:
+        """The half has left; its stream stays until its memory is closed, which ``push`` says."""
+        connection.peer, connection.registered = None, False
+        self._of_peer.pop(peer, None)
+        self._deadlines.pop(connection.fd, None)
+        answered = peer.protocol >= LEFT_SINCE
+        if answered:
+            self._parting[peer] = connection
+        self._registry.bye(peer, now_s)
+        if not answered:
+            raise PeerGoneError("bye")
 
     # --- hello and registration --------------------------------------------------------------
 
@@ -334,7 +350,7 @@ class AttachServer:
 
     def _refuse(self, connection: Connection, refused: Refused) -> None:
         """Answer and close, at the latest when the deadline of the stream comes."""
-        refused = _readable(refused)
+        refused = hello_checks.readable(refused)
         self.counters[refused.code] += 1
         held_back = self._throttle.passes(refused.code, self._loop.now_s())
         if held_back is not None:
@@ -382,16 +398,3 @@ class AttachServer:
 
     def _is_open(self, connection: Connection) -> bool:
         return self._connections.get(connection.fd) is connection
-
-
-def _readable(refused: Refused) -> Refused:
-    """Cut what a refusal quotes: it may be as long as the message that is refused."""
-
-    def cut(text: str) -> str:
-        return text if len(text) <= refusal_chars_max else f"{text[: refusal_chars_max - 3]}..."
-
-    fields = [
-        FieldRefusal(cut(field.field), cut(field.theirs), cut(field.ours), cut(field.remedy))
-        for field in refused.fields[:refusal_fields_max]
-    ]
-    return Refused(refused.code, cut(refused.message), fields)

@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 
-from kvferry_connector.wire.attach import Hello, Memory, Refused
+from kvferry_connector.wire.attach import FieldRefusal, Hello, Memory, Refused
 from kvferry_connector.wire.codec import id_chars_max
 from kvferry_connector.wire.names import FENCE_PAGE_BYTES
 from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN, negotiate
@@ -18,6 +18,8 @@ from kvferry_sidecar.geometry.device import DeviceMemory
 from kvferry_sidecar.sessions.registry import Backing, Offer
 
 rank_max = 1 << 20
+refusal_fields_max = 64
+refusal_chars_max = 1024  # of each text in a refusal: all of it fits one message
 OpenDevice = Callable[[Memory, int], DeviceMemory]  # (memory, life); raises CudaError
 _MEMORY_KINDS = ("memfd", "cuda")
 
@@ -81,6 +83,19 @@ def refused_user(uid: int) -> Refused:
         f"uid {uid} may not attach; run engine and sidecar as one uid (this is uid "
         f"{os.geteuid()}), or bind a tenant to it (namespaces.bound)",
     )
+
+
+def readable(refused: Refused) -> Refused:
+    """Cut what a refusal quotes: it may be as long as the message that is refused."""
+
+    def cut(text: str) -> str:
+        return text if len(text) <= refusal_chars_max else f"{text[: refusal_chars_max - 3]}..."
+
+    fields = [
+        FieldRefusal(cut(field.field), cut(field.theirs), cut(field.ours), cut(field.remedy))
+        for field in refused.fields[:refusal_fields_max]
+    ]
+    return Refused(refused.code, cut(refused.message), fields)
 
 
 def map_offer(hello: Hello, fds: Sequence[int], life: int, open_device: OpenDevice) -> Offer:

@@ -18,6 +18,7 @@ from kvferry_connector.wire.attach import (
     Heartbeat,
     HeartbeatAck,
     Hello,
+    Left,
     Ready,
     Refused,
     Registered,
@@ -132,7 +133,7 @@ class Registry:
         session = self._living(key, now_s)
         old = readiness.half_of(session, hello.rank) if session is not None else None
         if old is not None and old.life_inode != claim.life_inode:
-            return _taken(hello, old)
+            return agreement.taken(hello, old)
         if self.tenants.bound and session is not None and not readiness.of_user(session, claim.who):
             return Refused("uid", "another user's process is a half of this engine already")
         if old is not None:
@@ -332,12 +333,16 @@ class Registry:
             self._leave(peer, now_s)
 
     def tick(self, _now_s: float) -> float:
-        """Close the mappings of halves that left, once their session's copies have stopped."""
+        """Close the mappings of halves that left, once their session's copies have stopped.
+
+        Who said Bye is told: its memory is its own again.
+        """
         staying = [peer for peer in self._leaving if self._events.busy(peer.session)]
         for peer in self._leaving:
             if peer not in staying:
                 peer.fence, peer.geometry = None, None
                 peer.memories, peer.backing = {}, {}
+                self._push(peer, Left())
         self._leaving = staying
         return leaving_check_s if staying else math.inf
 
@@ -381,20 +386,3 @@ class Registry:
         miss = nearest_namespace(readiness.identity_of(session), others)
         if miss is not None:
             self._log.warning("no shared hits", engine=session.key.engine_id, text=miss.text)
-
-
-def _taken(hello: Hello, old: Peer) -> Refused:
-    place = "the scheduler half" if old.rank < 0 else f"rank {old.rank}"
-    return Refused(
-        "taken",
-        f"{place} of engine {hello.engine_id} is held by a live process (pid {old.pid})",
-        [
-            FieldRefusal(
-                "pid",
-                str(hello.pid),
-                str(old.pid),
-                "end the old process (kill -9 is enough), or give the new engine its own "
-                "engine_id or instance_id",
-            )
-        ],
-    )

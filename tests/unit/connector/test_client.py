@@ -17,6 +17,7 @@ from kvferry_connector.config import FerryConfig
 from kvferry_connector.log import LOGGER
 from kvferry_connector.wire import attach, hot
 from kvferry_connector.wire.names import FENCE_PAGE_BYTES, NO_VERSION
+from kvferry_connector.wire.version import PROTOCOL_MAX
 from support import forking_half
 from support.clients import ENGINE, RANK, SCHEDULER, Attach, Serve, ready_link
 from support.mini_sidecar import MiniSidecar
@@ -37,7 +38,7 @@ def test_attach_send_receive_and_leave(serve: Serve, client_for: Attach) -> None
     sidecar = serve(7)
     client = client_for()
     link = ready_link(client, 7)
-    assert link == Link(7, 1, 1, ("all",), ready=True)
+    assert link == Link(7, 1, PROTOCOL_MAX, ("all",), ready=True)
     assert (client.state, client.refusal, client.silent()) == ("ready", None, False)
     assert client.send(link, hot.Release([4, 5]), [b"abc"])
     event = wait_until(lambda: sidecar.events("hot"), "the frame arrives")[0]

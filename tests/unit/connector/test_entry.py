@@ -130,6 +130,8 @@ REQUEST = SimpleNamespace(request_id="r")
         ("get_mem_pool_context", (), None),
         ("register_kv_caches", ({},), None),
         ("get_handshake_metadata", (), None),
+        ("unregister_kv_caches", (), None),
+        ("restore_kv_caches", (), None),
         ("set_xfer_handshake_metadata", ({},), None),
         ("set_xfer_handshake_metadata_pp_aware", ({},), None),
         ("reset_cache", (), False),
@@ -169,9 +171,7 @@ def test_what_kind_of_connector_it_is() -> None:
     assert connector.get_finished_count() is None
     assert connector.register_finished_partial_tail(REQUEST, ([],), []) is False
     assert list(connector.take_events()) == []
-    assert FerryConnector.supports_sleep_mode(transfer()) is False
-    connector.unregister_kv_caches()
-    connector.restore_kv_caches()
+    assert FerryConnector.supports_sleep_mode(transfer()) is True
     stats = FerryConnector.build_kv_connector_stats({"saves": 1})
     assert stats.reduce() == {"saves": 1}
 

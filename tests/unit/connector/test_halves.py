@@ -10,57 +10,13 @@ from typing import Any
 
 import pytest
 from kvferry_connector import worker_half
-from kvferry_connector.config import FerryConfig
-from kvferry_connector.jobs import NO_EPOCH, JobOrder, Report
+from kvferry_connector.jobs import NO_EPOCH, Report
 from kvferry_connector.link import Link
 from kvferry_connector.meta import FerryMetadata
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET, FENCE_PAGE_BYTES
 from kvferry_connector.worker_half import WorkerHalf
-
-EPOCH = 5
-
-
-class ScriptedClient:
-    """What a worker half sees of a sidecar."""
-
-    def __init__(self) -> None:
-        self.current: Link | None = Link(EPOCH, 1, 1, ("all",), ready=True)
-        self.dead: set[int] = set()
-        self.takes = True
-        self.sent: list[tuple[hot.FromHalf, list[bytes]]] = []
-        self.inbox: list[hot.FromSidecar] = []
-        self.polls = 0
-        self.calls: list[str] = []
-        self.acks: list[int] = []
-
-    def set_acks(self, jobs: list[int]) -> None:
-        self.acks = jobs
-
-    def start(self) -> None:
-        self.calls.append("start")
-
-    def close(self) -> None:
-        self.calls.append("close")
-
-    def link(self) -> Link | None:
-        return self.current
-
-    def is_dead(self, epoch: int) -> bool:
-        return epoch in self.dead
-
-    def send(self, link: Link, message: hot.FromHalf, raw: Any = ()) -> bool:
-        if self.takes:
-            self.sent.append((message, list(raw)))
-        return self.takes
-
-    def receive(self, link: Link, wait_us: int = 0) -> list[tuple[hot.FromSidecar, list[bytes]]]:
-        self.polls += 1
-        taken, self.inbox = self.inbox, []
-        return [(message, []) for message in taken]
-
-    def kinds(self, kind: type) -> list[Any]:
-        return [message for message, _ in self.sent if isinstance(message, kind)]
+from support.scripted_client import EPOCH, ScriptedClient, order, worker_half_over
 
 
 @pytest.fixture
@@ -70,18 +26,10 @@ def client() -> ScriptedClient:
 
 @pytest.fixture
 def half(client: ScriptedClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
-    monkeypatch.setattr(worker_half, "describe_rank", lambda *_, **__: None)
-    monkeypatch.setattr(worker_half, "Client", lambda *_: client)
-    vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=3),
-        kv_transfer_config=SimpleNamespace(engine_id="e"),
-        instance_id="i",
-    )
-    half = WorkerHalf(vllm_config, None, FerryConfig(job_ask_ms=1000))
-    half.register({})
+    half = worker_half_over(client, monkeypatch)
     yield half
     half.shutdown()
-    assert client.calls == ["start", "close"]
+    assert (client.calls[0], client.calls[-1]) == ("start", "close")
 
 
 @pytest.fixture
@@ -89,10 +37,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr(worker_half.time, "monotonic", lambda: now.s)
     return now
-
-
-def order(job: int, epoch: int = EPOCH) -> JobOrder:
-    return JobOrder(job, f"req-{job}", epoch, b"body-%d" % job, (b"tables-%d" % job,))
 
 
 def outcome(job: int, status: str = "done") -> hot.Outcome:

@@ -7,9 +7,13 @@ import os
 from typing import Any
 
 import pytest
+from kvferry_connector import lifeline
+from kvferry_connector.client import Half
 from kvferry_connector.lifeline import Lifeline, unproven_epochs_max
 from kvferry_connector.log import LOGGER
-from support.clients import Attach, Serve, ready_link
+from msgspec.structs import replace
+from support.clients import RANK, Attach, Serve, ready_link
+from support.mini_sidecar import MiniSidecar
 from support.waiting import wait_until
 
 
@@ -152,3 +156,86 @@ def test_what_is_no_pidfd_proves_nothing(serve: Serve, client_for: Attach) -> No
     wait_until(lambda: client.counts["attach_failures"] >= 2, "tries")
     assert client.link() is None
     assert sidecar.events("register") == []
+
+
+# --- the engine sleeps -----------------------------------------------------------------------
+
+WORKER = Half("worker", "engine", "instance", 0)
+SECOND = replace(RANK, serial=2)
+
+
+def serials(sidecar: MiniSidecar) -> list[int]:
+    return [event["serial"] for event in sidecar.events("register")]
+
+
+def test_memory_is_taken_back_and_lent_again(serve: Serve, client_for: Attach) -> None:
+    sidecar = serve(1)
+    client = client_for(WORKER, RANK)
+    ready_link(client, 1)
+    assert client.withdraw(30)
+    assert (client.link(), client.state) == (None, "asleep")
+    assert client.withdraw(30), "again"
+    assert len(sidecar.events("bye")) == 1
+    client.lend(SECOND, ())
+    ready_link(client, 1)
+    assert serials(sidecar) == [1, 2]
+
+
+def test_who_was_never_attached_has_lent_nothing(serve: Serve, client_for: Attach) -> None:
+    client = client_for(WORKER, RANK)
+    assert client.withdraw(30)
+    sidecar = serve(1)
+    client.lend(SECOND, ())
+    ready_link(client, 1)
+    assert serials(sidecar) == [2]
+
+
+@pytest.mark.parametrize("end", ["answer", "death"])
+def test_nothing_is_lent_before_the_former_is_back(
+    serve: Serve, client_for: Attach, end: str
+) -> None:
+    """The sidecar is slow to answer, or loses the stream, and the engine wakes up meanwhile."""
+    sidecar = serve(1, "--keeps-memory")
+    client = client_for(WORKER, RANK)
+    ready_link(client, 1)
+    assert not client.withdraw(0.05)
+    client.lend(SECOND, ())
+    wait_until(lambda: sidecar.events("bye"), "Bye")
+    sidecar.do(hang_up=1)
+    wait_until(lambda: len(sidecar.events("bye")) == 2, "it attaches again, only to say Bye")
+    assert serials(sidecar) == [1, 1]
+    assert client.link() is None
+    if end == "answer":
+        sidecar.do(let_go=1)
+        ready_link(client, 1)
+    else:
+        sidecar.kill()
+        sidecar = serve(2)
+        ready_link(client, 2)
+    assert serials(sidecar)[-1] == 2
+
+
+def test_a_sleep_before_the_last_wake_was_obeyed_counts(serve: Serve, client_for: Attach) -> None:
+    sidecar = serve(1)
+    client = client_for(WORKER, RANK)
+    ready_link(client, 1)
+    for serial in range(2, 12):
+        assert client.withdraw(30)
+        client.lend(replace(RANK, serial=serial), ())
+        if serial % 2:
+            ready_link(client, 1)
+    assert client.withdraw(30)
+    assert client.link() is None
+    assert serials(sidecar) == sorted(set(serials(sidecar)))
+
+
+def test_an_engine_that_ends_waits_for_its_memory_but_not_for_ever(
+    serve: Serve, client_for: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifeline, "leave_s_max", 0.1)
+    sidecar = serve(1, "--keeps-memory")
+    client = client_for(WORKER, RANK)
+    ready_link(client, 1)
+    client.close()
+    assert client.state == "stopped"
+    wait_until(lambda: sidecar.events("bye"), "Bye")

@@ -12,6 +12,7 @@ from kvferry_connector.wire.attach import (
     Bye,
     Heartbeat,
     HeartbeatAck,
+    Left,
     Memory,
     Ready,
     Refused,
@@ -19,6 +20,7 @@ from kvferry_connector.wire.attach import (
     ToPeer,
     Welcome,
 )
+from kvferry_connector.wire.version import LEFT_SINCE
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.sessions.registry import Claim, Offer
@@ -258,6 +260,32 @@ def test_mappings_stay_until_the_copies_have_stopped(node: Node, children: list[
     node.pipeline.busy_sessions = False
     node.pump(lambda: not node.registry.leaving, "the mappings are closed")
     assert len(mapped_files()) == before
+
+
+@pytest.mark.parametrize("protocol", [LEFT_SINCE - 1, LEFT_SINCE])
+def test_a_bye_is_answered_once_the_memory_is_closed(node: Node, protocol: int) -> None:
+    before = len(mapped_files())
+    half = node.half(0)
+    assert isinstance(half.say_hello(protocol_max=protocol), Welcome)
+    registered(half, rank_registration(0))
+    node.pipeline.busy_sessions = True
+    half.send(Bye())
+    if protocol < LEFT_SINCE:
+        half.wait_end()
+        node.pipeline.busy_sessions = False
+        node.pump(lambda: not node.registry.leaving, "the memory is closed")
+    else:
+        node.pump(lambda: node.pipeline.named("bye"), "Bye is heard")
+        again, welcome = attached(node, 0)  # the next life of the half does not wait for that
+        assert welcome.generation == 2
+        assert not half.inbox
+        again.close()
+        assert node.registry.leaving
+        node.pipeline.busy_sessions = False
+        assert half.receive() == Left()
+        node.pump(lambda: not node.registry.sessions, "the other has gone, too")
+    assert len(mapped_files()) == before
+    half.close()
 
 
 def test_serials(node: Node) -> None:
