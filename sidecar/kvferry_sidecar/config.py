@@ -39,6 +39,7 @@ SLAB_BYTES_MAX = 64 << 20
 SLABS_PER_POOL = 64
 POOL_BYTES_PER_KEY = 16 << 10
 KEYS_MIN = 4096
+KEYS_MAX = (1 << 31) - 1  # of the pool's format
 
 # Kubernetes puts these into every container beside a Service named kvferry-something.
 _SERVICE_LINK = re.compile(
@@ -61,7 +62,7 @@ class HostTierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[int, msgspec.Meta(ge=POOL_BYTES_MIN)]
     name: _SegmentName
     slab_bytes: Annotated[int, msgspec.Meta(ge=4096)]
-    keys_max: _Positive
+    keys_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
 
 
 class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,16 +210,16 @@ def load(
 def read_file(file: Path) -> dict[str, Setting]:
     """Return the settings of a TOML file by dotted key. Raises ConfigError."""
     try:
-        tree = tomllib.loads(file.read_text())
+        tree = settings.flatten(tomllib.loads(file.read_text()))
     except OSError as error:
         raise ConfigError(
             f"configuration file {file} cannot be read: {error.strerror}",
             "name an existing file with --config or KVFERRY_CONFIG",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also no UTF-8, or a thousand digits
         raise ConfigError(f"{file} is no TOML: {error}", "correct the file there") from error
     found: dict[str, Setting] = {}
-    for key, value in settings.flatten(tree).items():
+    for key, value in tree.items():
         if key not in KNOWN:
             raise settings.unknown(f"{file} has an unknown key {key!r}", key, list(KNOWN))
         found[key] = Setting(value, f"file {file}")
@@ -259,7 +260,7 @@ def default_slab_bytes(pool_bytes: int) -> int:
 
 def default_keys_max(pool_bytes: int) -> int:
     """Return index places for objects of 16 KiB: 0.4 % of the pool."""
-    return max(pool_bytes // POOL_BYTES_PER_KEY, KEYS_MIN)
+    return min(max(pool_bytes // POOL_BYTES_PER_KEY, KEYS_MIN), KEYS_MAX)
 
 
 def check_space(host: HostTierConfig) -> None:

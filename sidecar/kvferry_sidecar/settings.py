@@ -36,6 +36,9 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+)(?:\.(\d{1,9}))?\s*([A-Za-z]*)\s*")
 _WORDS = {"true": True, "false": False}
+integer_max = (1 << 63) - 1
+_digits_max = 64  # characters of a number
+_shown_max = 200  # characters of a wrong value in its refusal
 
 
 class Setting(NamedTuple):
@@ -114,11 +117,15 @@ def parse(key: str, kind: Any, one: Setting) -> object:
     if type(value) is not expected:  # bool is an int to isinstance, and here a mistake
         names = {int: "an integer", bool: "true or false", str: "text"}
         raise _wrong(key, one, names[expected], f"write {names[expected]}")
+    if isinstance(value, str) and "\0" in value:
+        raise _wrong(key, one, "text", "leave the NUL out")
     if value == "" and key not in may_be_empty:
         raise _wrong(key, one, "text", "give a value or leave it out")
     if type(value) is int and value < min(least, 1):
         positive = "a positive number" if least else "0 or more"
         raise _wrong(key, one, f"at least {min(least, 1)}", f"give {positive} or leave it out")
+    if type(value) is int and value > integer_max:
+        raise _wrong(key, one, "a number of 63 bits", "give a smaller one")
     return value
 
 
@@ -150,7 +157,7 @@ def key_in(message: str) -> str:
 
 
 def _size(key: str, one: Setting, text: str) -> int:
-    found = _SIZE.fullmatch(text)
+    found = _SIZE.fullmatch(text) if len(text) <= _digits_max else None
     if found is None or found[3] not in _UNITS or (found[2] and _UNITS[found[3]] == 1):
         raise _wrong(key, one, "a size", 'write bytes or a size such as "8GiB" (KiB, MiB, TiB, KB)')
     whole, fraction, unit = found.groups()
@@ -159,7 +166,7 @@ def _size(key: str, one: Setting, text: str) -> int:
 
 
 def _integer(key: str, one: Setting, text: str) -> int:
-    if re.fullmatch(r"\s*\d+(_\d+)*\s*", text):
+    if len(text) <= _digits_max and re.fullmatch(r"\s*\d+(_\d+)*\s*", text):
         return int(text)
     units = {"ms": " of milliseconds", "us": " of microseconds"}
     unit = next((units[part] for part in key.split("_") if part in units), "")
@@ -168,4 +175,6 @@ def _integer(key: str, one: Setting, text: str) -> int:
 
 
 def _wrong(key: str, one: Setting, expected: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{key} = {one.value!r} ({one.origin}) is not {expected}", remedy)
+    text = repr(one.value)
+    text = text if len(text) <= _shown_max else f"{text[:_shown_max]}..."
+    return ConfigError(f"{key} = {text} ({one.origin}) is not {expected}", remedy)

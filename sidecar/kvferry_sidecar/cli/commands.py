@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version as package_version
@@ -22,12 +24,27 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line. Errors are printed with their remedy, never as a traceback."""
     try:
         code = kvferry.main(args=arguments, prog_name="kvferry", standalone_mode=False)
+        print(end="", flush=True)  # what cannot be written shows here, not when Python exits
     except KvferryError as error:
         print(f"kvferry: {error.message}\n  remedy: {error.remedy}", file=sys.stderr)
         return error.exit_code
     except click.ClickException as error:
         error.show()
         return ExitCode.USAGE
+    except UnicodeEncodeError as error:  # of an argument, or of an output that is not UTF-8
+        told = ascii(error.object[error.start : error.end][:40])
+        print(f"kvferry: {told} is not {error.encoding}\n  remedy: use UTF-8", file=sys.stderr)
+        return ExitCode.USAGE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try again
+        print(
+            "kvferry: the output cannot be written: no space is left where it goes\n"
+            "  remedy: free some, or write elsewhere",
+            file=sys.stderr,
+        )
+        return ExitCode.FAILED
     except click.Abort:
         return ExitCode.FAILED
     return code if isinstance(code, int) else ExitCode.OK

@@ -21,6 +21,8 @@ from kvferry_sidecar.settings import size_text
 _page_objects = 1000  # of one answer
 _keys_page = 1000  # keys of one action
 _warm_page = 500  # objects of one action: its body is bounded
+_line_bytes_max = 4096
+_LIST = "give a list that `kvferry objects list` has printed"
 _progress_s = 0.2
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -250,22 +252,28 @@ def _selected(given: dict[str, Any]) -> tuple[Api, list[dict[str, Any]]]:
 
 def read_list(file: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (namespace, group, key) of a list's lines. Raises RequestError with the line."""
-    with file.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip() or line.startswith("#"):
-                continue
-            try:
-                if line.startswith("{"):
-                    found = msgspec.json.decode(line)
-                    yield found["namespace"], int(found["group"]), found["key"]
-                else:
-                    namespace, group, key, *_ = line.split()
-                    yield namespace, int(group), key
-            except (ValueError, KeyError, TypeError, msgspec.DecodeError) as error:
-                raise RequestError(
-                    f"{file}, line {number} is no object: {error!r}",
-                    "give a list that `kvferry objects list` has printed",
-                ) from error
+    try:
+        with file.open("rb") as stream:
+            lines = iter(lambda: stream.readline(_line_bytes_max + 1), b"")
+            for number, line in enumerate(lines, 1):
+                where = f"{file}, line {number}"
+                if len(line) > _line_bytes_max:
+                    raise RequestError(f"{where} has more than {_line_bytes_max} bytes", _LIST)
+                if line.strip() and not line.startswith(b"#"):
+                    yield _listed(where, line)
+    except OSError as error:
+        raise RequestError(f"{file} cannot be read: {error.strerror}", _LIST) from error
+
+
+def _listed(where: str, line: bytes) -> tuple[str, int, str]:
+    try:
+        if line.startswith(b"{"):
+            found = msgspec.json.decode(line)
+            return found["namespace"], int(found["group"]), found["key"]
+        namespace, group, key, *_ = line.decode().split()
+        return namespace, int(group), key
+    except (ValueError, KeyError, TypeError, msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"{where} is no object: {error}", _LIST) from error
 
 
 def _print_object(one: dict[str, Any], as_json: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -14,6 +16,16 @@ from kvferry_sidecar.errors import ExitCode
 from kvferry_sidecar.faults.rules import RuleView
 from kvferry_sidecar.observe.verdicts import RecordView
 from kvferry_sidecar.settings import size_text
+
+
+class _Seconds(click.FloatRange):
+    """A range that NaN is not in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is no number", param, ctx)
+        return found
 
 
 @click.command()
@@ -37,7 +49,7 @@ def explain(
 @click.command()
 @options.config_file
 @options.setting_flags("run_dir")
-@click.option("--interval", default=1.0, type=click.FloatRange(0.1, 60.0), help="Seconds.")
+@click.option("--interval", default=1.0, type=_Seconds(0.1, 60.0), help="Seconds.")
 def top(file: Path | None, assignments: tuple[str, ...], interval: float, **values: object) -> int:
     """Show the sidecar at a glance, again and again; q quits."""
     from kvferry_sidecar.cli import top as screens  # noqa: PLC0415 - rich, for this command only

@@ -166,6 +166,16 @@ def test_serve_hands_the_configuration_to_the_app(run, monkeypatch, tmp_path):
         (["serve", "--nonsense"], ExitCode.USAGE, "--nonsense"),
         (["nonsense"], ExitCode.USAGE, "nonsense"),
         (["config", "check", "/nowhere/k.toml"], ExitCode.USAGE, "cannot be read"),
+        (["serve", "--pool-bytes", "9" * 5000], ExitCode.USAGE, "not a size"),
+        (["serve", "--copy-threads", "9" * 5000], ExitCode.USAGE, "not a whole number"),
+        (["serve", "--keys-max", "4000000000"], ExitCode.USAGE, "2147483647"),
+        (["serve", "--set", "limits.jobs_max=9223372036854775808"], ExitCode.USAGE, "63 bits"),
+        (["serve", "--set", "run_dir=/a\0b"], ExitCode.USAGE, "leave the NUL out"),
+        (["explain", "\udcff", "--run-dir", "/nowhere"], ExitCode.USAGE, "is not utf-8"),
+        (["top", "--interval", "nan"], ExitCode.USAGE, "is no number"),
+        (["warm", "/", "--run-dir", "/nowhere"], ExitCode.NO_SIDECAR, "no sidecar runs"),
+        (["ui", "--target", "a:1", "--listen", "a:b"], ExitCode.USAGE, "give host:port"),
+        (["ui", "--target", "a:1", "--listen", "a" * 99 + ":1"], ExitCode.USAGE, "give host:port"),
     ],
 )
 def test_mistakes_end_with_a_code_and_words(run, arguments, code, words):
@@ -183,6 +193,32 @@ def test_config_check(run, tmp_path, monkeypatch):
     code, _, err = run("config", "check", str(file))
     assert code == ExitCode.USAGE
     assert "did you mean tiers.host.bytes?" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"\xff\xfe", b"[" * 5000, b"a = " + b"[" * 5000, b".".join([b"a"] * 3000) + b" = 1",
+     b"run_dir = " + b"9" * 5000, b'tiers.host.bytes = "' + b"9" * 5000 + b'"', b"\0" * 99],
+)  # fmt: skip
+def test_a_file_of_nonsense_is_refused_in_a_few_words(run, tmp_path, text):
+    file = tmp_path / "k.toml"
+    file.write_bytes(text)
+    code, _, err = run("config", "check", str(file))
+    assert code == ExitCode.USAGE
+    assert "remedy:" in err
+    assert len(err) < 1000
+
+
+def test_an_output_without_space_is_told_once():
+    script = "import sys; from kvferry_sidecar.cli import main; sys.exit(main(['version']))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == ExitCode.FAILED
+    assert done.stderr.count("\n") == 2, done.stderr
+    assert "no space is left" in done.stderr
 
 
 def test_config_show_says_where_from(run, monkeypatch):

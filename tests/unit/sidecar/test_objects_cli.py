@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 from kvferry_sidecar.cli import main
+from kvferry_sidecar.cli.objects import read_list
+from kvferry_sidecar.errors import RequestError
 from support.client_half import client_engine
 from support.http import Http
 from support.sidecar import running_sidecar
@@ -65,6 +68,31 @@ def test_objects_are_listed_pinned_over_a_restart_and_dropped(told, tmp_path):
         local = Http(sidecar.run_dir / "http.sock")
         assert local.get("/api/v1/objects?namespace=xyz").status == 400
         assert local.get("/api/v1/objects?older_s=-1").status == 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xff\xfe",
+        b"\0" * 99,
+        b"a" * 5000,
+        b'{"a":' * 3000,
+        b"ab 9 ",
+        b"ab " + b"9" * 4000 + b" cd",
+    ],
+)
+def test_a_line_that_is_no_object_is_named(tmp_path, text):
+    file = tmp_path / "list"
+    file.write_bytes(b"ab 0 cd 1 1 none\n" + text)
+    with pytest.raises(RequestError, match="line 2") as refused:
+        list(read_list(file))
+    assert "kvferry objects list" in refused.value.remedy
+
+
+@pytest.mark.parametrize("what", ["/", "/proc/self/mem"])
+def test_a_list_that_cannot_be_read_is_refused(what):
+    with pytest.raises(RequestError, match="cannot be read"):
+        list(read_list(Path(what)))
 
 
 def test_rules_change_by_sighup(tmp_path):
