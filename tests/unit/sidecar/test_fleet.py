@@ -119,3 +119,4 @@ def test_more_addresses_than_are_shown_are_told():
 
 def test_the_system_s_resolver_is_asked():
     assert "127.0.0.1:9480" in asyncio.run(resolved("localhost", 9480))
+    assert asyncio.run(resolved("::1", 9480)) == ["[::1]:9480"]
