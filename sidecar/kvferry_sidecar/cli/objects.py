@@ -71,6 +71,8 @@ def count(file: Path | None, assignments: tuple[str, ...], as_json: bool, **valu
     if as_json:
         _print_json(found)
         return ExitCode.OK
+    if not found["namespaces"]:
+        print("the pool has no objects")
     for one in found["namespaces"]:
         quota = f" of {size_text(one['quota_bytes'])}" if one["quota_bytes"] else ""
         who = " ".join(one[name] for name in ("tenant", "model", "engine") if one[name])

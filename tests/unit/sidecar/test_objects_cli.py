@@ -34,6 +34,7 @@ def test_objects_are_listed_pinned_over_a_restart_and_dropped(told, tmp_path):
         running_sidecar(pool_bytes=8 << 20) as sidecar,
         client_engine(sidecar.run_dir) as engine,
     ):
+        assert told(sidecar, "count") == (0, "the pool has no objects\n")
         engine.put("kept")
         _, listed = told(sidecar, "list")
         lines = listed.splitlines()
