@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scheduler_configs import chunked, full, mamba, swa
+from support.scheduler_configs import chunked, full, mamba, ring, swa
 from support.scheduler_harness import SchedulerUnderTest
 
 CHUNKED = [full(16), chunked(16, 64)]  # which vLLM forbids with a drafter
@@ -16,7 +16,7 @@ MODELS: list[Sequence[Any]] = [
     [full(16)],
     [full(16), full(32)],
     [full(16), swa(16, 40)],
-    [full(32), swa(16, 70), swa(32, 33)],
+    [full(32), swa(16, 70), swa(32, 33), ring(32)],
     CHUNKED,
     [swa(16, 50)],
     [full(16), mamba(16)],

@@ -62,7 +62,9 @@ class Contents:
                 self.named.pop(name, None)
             for group, rule in enumerate(rules.groups):
                 slots = part.table[group]
-                if rule.kind is Kind.MAMBA:
+                if rule.kind is Kind.RING:
+                    self._use_ring(name, part, group, slots)
+                elif rule.kind is Kind.MAMBA:
                     ends = (_state(name, hashes[name], hash_tokens, part.start),
                             _state(name, hashes[name], hash_tokens, part.end))  # fmt: skip
                     self._advance_state(name, part, group, rule.block, ends)
@@ -72,6 +74,13 @@ class Contents:
             if part.drafts:
                 self.guessing.add(name)
             self.named[name] = min(len(hashes[name]), part.end // hash_tokens)
+
+    def _use_ring(self, name: str, part: Part, group: int, slots: list[int]) -> None:
+        """One block for a request's whole life, which nothing else may write."""
+        (block_id,) = slots
+        own = (group, frozenset([name.encode()]))
+        assert part.fresh or self.held.get(block_id) == own, (name, group, "its ring was written")
+        self.held[block_id] = own
 
     def _fill(
         self, rules: Rules, who: tuple[str, int], part: Part, slots: list[int], mask: list[bool],

@@ -27,6 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -72,6 +73,12 @@ def chunked(block: int, chunk: int) -> ChunkedLocalAttentionSpec:
     )  # fmt: skip
 
 
+def ring(block: int) -> CircularBufferSpec:
+    return CircularBufferSpec(
+        block_size=block, num_kv_heads=1, head_size=8, dtype=torch.float16, dcp_sharded=False
+    )
+
+
 def mamba(block: int, scratch: int = 0, **fields: Any) -> MambaSpec:
     return MambaSpec(
         block_size=block, shapes=((2, 8), (4, 4)), dtypes=(torch.float16, torch.float32),
@@ -89,7 +96,7 @@ def rank_group(number: int, spec: Any, eagle: bool, dcp: int = 1) -> RankGroup:
         layout=None,
         payload_bytes=0,
         num_blocks=0,
-        save_rule={"full": "all", "mamba": "hand-offs"}.get(kind, "held"),
+        save_rule={"full": "all", "mamba": "hand-offs", "ring": "none"}.get(kind, "held"),
         window_tokens=getattr(spec, "sliding_window", None) or 0,
         chunk_tokens=getattr(spec, "attention_chunk_size", None) or 0,
         scratch_blocks=getattr(spec, "num_speculative_blocks", 0),
@@ -181,6 +188,7 @@ WINDOWS: dict[str, list[Any]] = {
     "window alone": [swa(16, 40)],
     "full and chunked": [full(16), chunked(16, 64)],
     "reference window": [rswa(16, 40)],
+    "ring beside": [full(16), ring(32), swa(16, 40)],  # no prefix has it, but S is its 32
 }
 STATES: dict[str, list[Any]] = {
     "full and state": [full(16), mamba(16)],

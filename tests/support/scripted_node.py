@@ -278,8 +278,8 @@ class ScriptedNode:
             for state in job.hand_offs:
                 if state.group == group.group:
                     self._put(job, group, state.block, hashes[self._number(state.end_tokens)])
-            if group.save_rule == "hand-offs":
-                assert not slots, "states are in no table"
+            if group.save_rule in ("hand-offs", "none"):
+                assert not slots, "states are in no table, and rings are never saved"
                 continue
             kept = kept_chunks(
                 self.rules, group.group, start_tokens=job.start_tokens, tokens=job.end_tokens,
@@ -323,7 +323,9 @@ class ScriptedNode:
         """Load what is whole; returns the damaged objects it met."""
         assert self.rules is not None
         bad: set[Key] = set()
-        for group in self._groups:
+        stored = [group for group in self._groups if group.save_rule != "none"]
+        assert tables.keys() == {group.group for group in stored}
+        for group in stored:
             rule, slots = self.rules.groups[group.group], tables[group.group]
             ids = [slots[at] for at in sorted(slots)]
             compact = (

@@ -99,6 +99,15 @@ def test_hybrid_groups_keep_their_ids(allocate: Callable[..., Kv]) -> None:
     assert {place.group for place in places} == {0, 1}
 
 
+def parallel_of(tp_size: int) -> Any:
+    """As much of a VllmConfig as groups are described by."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, tensor_parallel_size=tp_size
+        )
+    )
+
+
 def test_numbers_of_each_positional_kind_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     swa = replace(SWA, extra_retained_tokens=5)
     chunked = interface.ChunkedLocalAttentionSpec(
@@ -112,9 +121,7 @@ def test_numbers_of_each_positional_kind_are_described(monkeypatch: pytest.Monke
             KVCacheGroupSpec([f"l{i}"], spec) for i, spec in enumerate((swa, chunked, promoted))
         ],
     )
-    vllm_config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, tensor_parallel_size=2)
-    )
+    vllm_config = parallel_of(2)
 
     def numbers() -> list[tuple[int, int, int]]:
         groups = describe.describe_groups(vllm_config, config, {}, {})
@@ -155,6 +162,20 @@ def test_pages_that_are_neither_dense_nor_per_head_are_refused() -> None:
         placements.page_runs(view, 8)
 
 
+def test_layers_that_share_the_kv_of_another_are_not_placed_twice(
+    allocate: Callable[..., Kv],
+) -> None:
+    """vLLM lists them among the tensors only; their bytes are those of the layer they share."""
+    kv = allocate(dict.fromkeys(LAYERS, FULL))
+    plain = describe_rank(
+        kv.vllm_config, kv.kv_cache_config, kv.kv_caches, kv.memory, FerryConfig()
+    )
+    kv.kv_caches["model.layers.4.self_attn.attn"] = kv.kv_caches[LAYERS[1]]
+    rank = describe_rank(kv.vllm_config, kv.kv_cache_config, kv.kv_caches, kv.memory, FerryConfig())
+    assert rank == plain
+    assert [layer for place in rank.placements for layer in place.layers] == LAYERS
+
+
 def test_every_spec_class_of_vllm_has_a_kind() -> None:
     found: set[type] = set()
     new: set[type] = {interface.KVCacheSpec}
@@ -163,6 +184,23 @@ def test_every_spec_class_of_vllm_has_a_kind() -> None:
         new = {sub for cls in new for sub in cls.__subclasses__()} - found
     ours = {cls.__name__ for cls in found if cls.__module__ == interface.__name__}
     assert ours - {"KVCacheSpec", "AttentionSpec"} == set(describe._KINDS)
+
+
+def test_what_is_not_kept_by_prefix_is_named_for_its_refusal() -> None:
+    state = interface.MambaSpec(block_size=2048, shapes=((4, 4),), dtypes=(torch.float32,))
+    assert state.mamba_cache_mode == "none"
+    assert describe.spec_kind(state)[0] == "mamba-none"
+    served = {"full", "mla", "rswa", "swa", "swa-mla", "chunked", "mamba", "ring", "uniform"}
+    assert set(describe._KINDS.values()) - served == {
+        "cross", "encoder-only", "hidden-state", "hisparse", "sink",
+    }  # fmt: skip
+    config = KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["l0"], FULL, host_resident=True)],
+    )
+    (group,) = describe.describe_groups(parallel_of(1), config, {}, {})
+    assert group.kind == "hisparse"
 
 
 def test_only_plain_full_attention_is_full() -> None:
@@ -255,6 +293,7 @@ def test_equal_engines_have_equal_identities(tmp_path: Path) -> None:
     [
         ({"model_dtype": "bfloat16"}, {"dtype"}),
         ({"model_revision": "v2"}, {"model_revision"}),
+        ({"cache_cache_dtype": "fp8"}, {"cache_dtype"}),
         ({"cache_prefix_caching_hash_algo": "sha256_cbor"}, {"hash_algorithm"}),
         ({"cache_kv_cache_dtype_skip_layers": ["0"]}, {"cache_dtype_skip_layers"}),
         ({"model_hf_overrides": {"rope_theta": 5.0}}, {"model_config"}),
@@ -282,6 +321,23 @@ def test_two_folders_and_two_contents_are_two_models(tmp_path: Path) -> None:
     link.unlink()
     link.symlink_to(second)
     assert "model" in differing(changed, facts_of(make_config(link)))
+
+
+def test_where_fp8_scales_come_from_changes_the_identity(tmp_path: Path) -> None:
+    """Scales per tensor lie in no page: they are the checkpoint's, or all 1 without a scheme."""
+    folder = tmp_path / "a"
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    written = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    facts = []
+    for own in (None, {**written, "kv_cache_scheme": scheme}):
+        write_model(folder, **({} if own is None else {"quantization_config": own}))
+        facts.append(facts_of(make_config(folder, cache_cache_dtype="fp8")))
+    assert differing(*facts) == {"model_config", "model_weights", "quantization"}
+    scaled = facts[-1]
+    (folder / "kv_scales.safetensors").write_bytes(b"other scales")
+    assert differing(scaled, facts_of(make_config(folder, cache_cache_dtype="fp8"))) == {
+        "model_weights"
+    }
 
 
 def test_settings_overrule_what_the_engine_says(tmp_path: Path) -> None:

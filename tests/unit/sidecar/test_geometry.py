@@ -13,6 +13,7 @@ from kvferry_connector.wire.attach import FieldRefusal, Group, Placement, Regist
 from kvferry_sidecar.geometry.identity import compare_identity, nearest_namespace
 from kvferry_sidecar.geometry.validate import validate_rank
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.masks.kinds import REFUSED_KINDS
 
 PAGE = 4096
 BLOCKS = 10
@@ -147,11 +148,11 @@ def test_a_group_that_is_not_cacheable_is_allowed_and_never_saved():
     assert (rank.groups[1].save_rule, rank.groups[1].layout) == ("none", None)
 
 
-@pytest.mark.parametrize("kind", ["mamba-none", "ring", "sink", "never heard of"])
+@pytest.mark.parametrize("kind", [*REFUSED_KINDS, "ring", "non-causal", "never heard of"])
 def test_other_kinds_are_refused_by_name(kind):
     found = refusal(register([group(kind=kind, detail="window 128")]), "groups[0].kind")
-    assert kind in found.theirs
-    assert "window 128" in found.theirs
+    assert REFUSED_KINDS.get(kind, "its masks are not known") in found.ours
+    assert found.theirs == f"{kind} (window 128)"
     assert "full, mla, indexer, rswa, swa, swa-mla, chunked, mamba" in found.ours
     assert "without kvferry" in found.remedy
 
