@@ -86,7 +86,8 @@ def measured(
 def index_bytes(keys: int) -> int:
     """Return what a pool for so many keys takes beside its arena."""
     slab_bytes = 2 << 20
-    return native.Pool.segment_bytes_for(slab_bytes, slab_bytes, keys) - slab_bytes
+    segment_bytes = native.Pool.segment_bytes_for(slab_bytes, slab_bytes, keys)
+    return segment_bytes - slab_bytes + native.Pool.own_bytes_for(keys)
 
 
 def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:

@@ -61,16 +61,20 @@ def _measure(count: int, probes: int) -> dict[str, float]:
     return result
 
 
+def _index_bytes(keys: int) -> int:
+    slab_bytes = 16 << 20
+    segment_bytes = native.Pool.segment_bytes_for(slab_bytes, slab_bytes, keys)
+    return segment_bytes - slab_bytes + native.Pool.own_bytes_for(keys)
+
+
 def run(quick: bool) -> dict[str, object]:
     """Return the figures; ``quick`` stops at 1 M keys."""
     probes = 1 << 18 if quick else 1 << 20
     sizes = [100_000, 1_000_000] if quick else [100_000, 1_000_000, 10_000_000]
     rows = {str(size): _measure(size, probes) for size in sizes}
     million, small, large = rows["1000000"], rows[str(sizes[0])], rows[str(sizes[-1])]
-    keys, slab = 1 << 20, 16 << 20
-    index_bytes = native.Pool.segment_bytes_for(slab, slab, 2 * keys) - (
-        native.Pool.segment_bytes_for(slab, slab, keys)
-    )
+    keys = 1 << 20
+    index_bytes = _index_bytes(2 * keys) - _index_bytes(keys)
     figures: list[Figure] = []
     for kind in ("hit", "miss"):
         rate = 1e3 / million[f"{kind}_ns"]

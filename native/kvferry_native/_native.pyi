@@ -60,6 +60,9 @@ class Pool:
         """
     @staticmethod
     def segment_bytes_for(arena_bytes: int, slab_bytes: int, keys_max: int) -> int: ...
+    @staticmethod
+    def own_bytes_for(keys_max: int) -> int:
+        """Bytes that a pool takes of its process's own memory, beside the segment."""
     @property
     def address(self) -> int: ...
     @property
@@ -72,7 +75,11 @@ class Pool:
         """Whether the owner before this one closed the pool."""
     def stats(self) -> PoolStats: ...
     def prefix(self, keys: NDArray[np.uint8]) -> int:
-        """Number of leading keys (n, 16) that are ready. Touches nothing."""
+        """Number of leading keys (n, 16) that are ready. Touches nothing.
+
+        It and ``present`` look at 32 bits of a key and its place: a key that is not there is taken
+        for one that is about once in 10^9. lease compares whole keys.
+        """
     def refresh(self, keys: NDArray[np.uint8]) -> None:
         """Mark the leading ready keys recently used, tail first: the head goes last."""
     def present(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...

@@ -348,7 +348,8 @@ void bind_pool(nb::module_& m) {
                     "epoch"_a, "threads"_a)
         .def_static("attach", &py_attach, "fd"_a, "epoch"_a)
         .def_static("segment_bytes_for", &kvferry::segment_bytes_for, "arena_bytes"_a,
-                    "slab_bytes"_a, "keys_max"_a);
+                    "slab_bytes"_a, "keys_max"_a)
+        .def_static("own_bytes_for", &kvferry::Buckets::bytes_for, "keys_max"_a);
     bind_lookups(pool);
     bind_changes(pool);
 }

@@ -261,6 +261,55 @@ void test_many_leases() {
 
 }  // namespace
 
+// Keys of one home, over several lines and around the table's end: lookups of many at once, which
+// read no entry, answer as those that do.
+void test_crowded_lines() {
+    for (const uint64_t high : {uint64_t{0}, ~uint64_t{0}}) {
+        PoolFixture pool(8, 16384, 64);
+        std::vector<Key> keys;
+        for (uint64_t n = 0; n < 32; ++n) {
+            keys.push_back({n << 3, high});
+        }
+        const std::vector<uint32_t> ids = pool.put({keys.begin(), keys.begin() + 24}, 256);
+        const std::vector<int64_t> writing = pool.reserve({keys[24]}, 256, 1);
+        const auto expect = [&](const std::vector<bool>& wanted) {
+            bool found[32];
+            pool->present(PoolFixture::view(keys), found);
+            CHECK(std::equal(wanted.begin(), wanted.end(), found));
+            pool.check();
+        };
+        std::vector<bool> wanted(32, false);
+        std::fill_n(wanted.begin(), 24, true);
+        expect(wanted);
+        const std::vector<uint32_t> leased = pool->lease(KeyView(&keys[0], 2));
+        pool->doom({&ids[1], 2});  // leased, and not
+        wanted[1] = wanted[2] = false;
+        expect(wanted);
+        const uint32_t committed = static_cast<uint32_t>(writing[0]);
+        pool->commit({&committed, 1});
+        wanted[24] = true;
+        expect(wanted);
+        pool->release(leased);
+        expect(wanted);
+        pool.restart();
+        expect(wanted);
+    }
+}
+
+// What differs only where the buckets do not look counts as present, and cannot be leased.
+void test_a_lookalike_is_never_leased() {
+    PoolFixture pool(8, 16384, 64);
+    const Key stored = key_of(1);
+    pool.put({stored}, 256);
+    const Key lookalike{stored.low ^ (uint64_t{1} << 40), stored.high};
+    CHECK(pool.has(lookalike));
+    CHECK(pool->lease(KeyView(&lookalike, 1)).empty());
+    CHECK(pool->evicted_age_ms(lookalike) == -1 && !pool->being_written(lookalike));
+    const std::vector<uint32_t> ids = pool.put({lookalike}, 256);  // beside the other
+    CHECK(pool->lease(KeyView(&lookalike, 1)) == ids);
+    pool.check();
+}
+
 int main() {
     test_life_of_an_entry();
     test_refusals();
@@ -275,5 +324,7 @@ int main() {
     test_damaged_header();
     test_damaged_entries();
     test_many_leases();
+    test_crowded_lines();
+    test_a_lookalike_is_never_leased();
     return 0;
 }

@@ -100,7 +100,9 @@ class Pool {
     const Recovered& recovered() const { return recovered_; }
     PoolStats stats() const;
 
-    // Lookups
+    // Lookups. prefix() and present() compare 32 bits of a key and its place: of 10^9 keys
+    // that are not there about one is taken for one that is. Everything else compares whole keys,
+    // so such a key is found to be absent when it is leased.
     size_t prefix(KeyView keys) const;
     // Marks the leading ready keys recently used, tail first, each in the list it is in. Who saves
     // the continuation of a prefix calls it, or the head would be evicted before its tail.
@@ -175,7 +177,7 @@ class Pool {
     void count_pin(const Entry& entry, bool more);
     void push_free_id(uint32_t id);
     uint32_t pop_free_id();
-    void find_ready_prefix(KeyView keys, std::vector<uint32_t>* ids, size_t* count) const;
+    std::vector<uint32_t> find_ready_prefix(KeyView keys) const;
     Trailer& trailer(const Entry& entry) const;
 
     // pool_reserve.cpp

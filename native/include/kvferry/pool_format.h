@@ -1,8 +1,8 @@
-// What lies in the segment: header | buckets | entries | links | notes | arena of slabs.
+// What lies in the segment: header | entries | links | notes | arena of slabs.
 //
 // Crash rules. The owner may be killed at any instruction; its memory stays. Only the header, the
-// entries, the notes and the arena are trusted by the next owner; buckets, links and everything on
-// the heap (slab table, lists, counters) are rebuilt from the entries at attach. An entry is
+// entries, the notes and the arena are trusted by the next owner; links and everything in its own
+// memory (buckets, slab table, lists, counters) are rebuilt from the entries at attach. An entry is
 // described by its state alone: it is written while `free` or `writing`, and `ready` is stored
 // last. A slot changes hands only after its old entry was stored as `free`. Stores keep that order
 // through std::atomic_ref (release) and publish_fence(); the bytes of a payload are written by copy
@@ -20,11 +20,12 @@
 
 namespace kvferry {
 
-inline constexpr uint32_t kFormatVersion = 3;
+inline constexpr uint32_t kFormatVersion = 4;
 inline constexpr std::array<char, 8> kMagic = {'K', 'V', 'F', 'E', 'R', 'R', 'Y', 'P'};
 inline constexpr size_t kPageBytes = 4096;
-inline constexpr size_t kArenaAlign = 2u << 20;  // whole huge pages where the kernel gives them
-inline constexpr size_t kUnitBytes = 512;        // of slots: direct I/O needs no bounce buffer
+inline constexpr size_t kHugePageBytes = 2u << 20;
+inline constexpr size_t kArenaAlign = kHugePageBytes;  // whole ones where the kernel gives them
+inline constexpr size_t kUnitBytes = 512;  // of slots: direct I/O needs no bounce buffer
 inline constexpr size_t kClassesMax = 64;
 inline constexpr size_t kShardsMax = 32;
 inline constexpr size_t kOwnersMax = 128;  // row 0 is nobody's
@@ -91,12 +92,6 @@ struct OwnerRow {
 };
 inline constexpr uint64_t kOwnerTaken = 0x6F776E6572726F77;
 
-struct Bucket {
-    uint32_t id_plus_one;  // 0 = empty
-    uint32_t tag;
-};
-inline constexpr size_t kLineBuckets = 64 / sizeof(Bucket);  // of a cache line
-
 // At the end of every slot.
 struct Trailer {
     uint32_t valid_mask;  // bit s: crcs[s] is stored
@@ -108,8 +103,6 @@ struct SegmentLayout {
     uint64_t segment_bytes;
     uint64_t slab_bytes;
     uint64_t keys_max;
-    uint64_t buckets;
-    uint64_t buckets_at;
     uint64_t entries_at;
     uint64_t links_at;
     uint64_t notes_at;

@@ -1,4 +1,4 @@
-// A mapped segment; unmapped with its owner.
+// Mapped memory: the pool's segment, or this process's own. Unmapped with its owner.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +11,9 @@ class Segment {
     // Maps the first `bytes` of fd shared and read-write, kept out of core dumps, on huge pages
     // where the kernel gives them. Throws std::system_error.
     Segment(int fd, uint64_t bytes);
+    // Memory of this process alone: zeros, there and charged, on huge pages where the kernel gives
+    // them. Throws std::system_error.
+    static Segment own(uint64_t bytes);
     Segment(Segment&& other) noexcept;
     Segment(const Segment&) = delete;
     Segment& operator=(const Segment&) = delete;
@@ -26,6 +29,8 @@ class Segment {
     std::byte* base() const { return base_; }
 
   private:
+    Segment(std::byte* base, uint64_t bytes) : base_(base), bytes_(bytes) {}
+
     std::byte* base_;
     uint64_t bytes_;
 };

@@ -31,10 +31,7 @@ SegmentLayout plan_index(uint64_t slab_bytes, uint64_t keys_max) {
     SegmentLayout layout{};
     layout.slab_bytes = slab_bytes;
     layout.keys_max = keys_max;
-    // Load below 0.5 with every entry in use: then one line in fifty is full.
-    layout.buckets = round_up(2 * keys_max + 1, kLineBuckets);
-    layout.buckets_at = kPageBytes;
-    layout.entries_at = layout.buckets_at + layout.buckets * sizeof(Bucket);
+    layout.entries_at = kPageBytes;
     layout.links_at = layout.entries_at + keys_max * sizeof(Entry);
     layout.notes_at = layout.links_at + keys_max * sizeof(Links);
     layout.arena_at = round_up(layout.notes_at + keys_max * sizeof(Note), kArenaAlign);

@@ -24,8 +24,7 @@ Pool::Pool(Segment segment, const SegmentLayout& layout)
       entries_(reinterpret_cast<Entry*>(segment_.base() + layout.entries_at)),
       links_(reinterpret_cast<Links*>(segment_.base() + layout.links_at)),
       notes_(reinterpret_cast<Note*>(segment_.base() + layout.notes_at)),
-      buckets_(reinterpret_cast<Bucket*>(segment_.base() + layout.buckets_at), layout.buckets,
-               entries_),
+      buckets_(layout.keys_max, entries_),
       slabs_(layout.slabs, layout.slab_bytes),
       owners_(header().owners),
       lists_(entries_, links_, notes_, slabs_, owners_) {}
@@ -50,36 +49,37 @@ PoolStats Pool::stats() const {
     return stats;
 }
 
-// Either of `ids` and `count` may be null.
-void Pool::find_ready_prefix(KeyView keys, std::vector<uint32_t>* ids, size_t* count) const {
+std::vector<uint32_t> Pool::find_ready_prefix(KeyView keys) const {
+    std::vector<uint32_t> ids;
+    ids.reserve(keys.size());
     uint32_t found[Buckets::kGroup];
     for (size_t at = 0; at < keys.size(); at += Buckets::kGroup) {
         const size_t n = std::min(Buckets::kGroup, keys.size() - at);
         buckets_.find_group(keys.from(at, n), found);
         for (size_t i = 0; i < n; ++i) {
             if (found[i] == kNone || entries_[found[i]].load_state() != EntryState::kReady) {
-                return;
+                return ids;
             }
-            if (ids != nullptr) {
-                ids->push_back(found[i]);
-            }
-            if (count != nullptr) {
-                ++*count;
-            }
+            ids.push_back(found[i]);
         }
     }
+    return ids;
 }
 
 size_t Pool::prefix(KeyView keys) const {
-    size_t count = 0;
-    find_ready_prefix(keys, nullptr, &count);
-    return count;
+    bool ready[Buckets::kGroup];
+    for (size_t at = 0; at < keys.size(); at += Buckets::kGroup) {
+        const size_t n = std::min(Buckets::kGroup, keys.size() - at);
+        buckets_.ready_group(keys.from(at, n), ready);
+        if (const bool* end = std::find(ready, ready + n, false); end != ready + n) {
+            return at + static_cast<size_t>(end - ready);
+        }
+    }
+    return keys.size();
 }
 
 void Pool::refresh(KeyView keys) {
-    std::vector<uint32_t> ids;
-    ids.reserve(keys.size());
-    find_ready_prefix(keys, &ids, nullptr);
+    const std::vector<uint32_t> ids = find_ready_prefix(keys);
     for (size_t i = ids.size(); i-- > 0;) {
         Entry& entry = entries_[ids[i]];
         touch(entry);
@@ -97,21 +97,14 @@ bool Pool::being_written(const Key& key) const {
 }
 
 void Pool::present(KeyView keys, bool* out) const {
-    uint32_t found[Buckets::kGroup];
     for (size_t at = 0; at < keys.size(); at += Buckets::kGroup) {
         const size_t n = std::min(Buckets::kGroup, keys.size() - at);
-        buckets_.find_group(keys.from(at, n), found);
-        for (size_t i = 0; i < n; ++i) {
-            out[at + i] =
-                found[i] != kNone && entries_[found[i]].load_state() == EntryState::kReady;
-        }
+        buckets_.ready_group(keys.from(at, n), out + at);
     }
 }
 
 std::vector<uint32_t> Pool::lease(KeyView keys, bool use) {
-    std::vector<uint32_t> ids;
-    ids.reserve(keys.size());
-    find_ready_prefix(keys, &ids, nullptr);
+    std::vector<uint32_t> ids = find_ready_prefix(keys);
     const uint64_t last_use = use_ + ids.size();  // of the head: it is evicted last
     for (size_t i = 0; i < ids.size(); ++i) {
         Entry& entry = entries_[ids[i]];
@@ -168,6 +161,7 @@ void Pool::commit(Ids ids) {
         touch(entry);
         notes_[ids[i]].stored_s = unix_s();
         move_state(entry, EntryState::kReady);
+        buckets_.set_ready(ids[i], true);
         lists_.push(ids[i], kInProbation);
     }
 }
@@ -193,6 +187,7 @@ void Pool::doom(Ids ids) {
         }
         if (entry.leases > 0) {
             move_state(entry, EntryState::kDoomed);
+            buckets_.set_ready(id, false);
         } else {
             lists_.remove(id);
             free_entry(id);

@@ -48,7 +48,6 @@ std::unique_ptr<Pool> Pool::attach(int fd, uint64_t epoch) {
 void Pool::format() {
     header().magic.fill(0);
     publish_fence();
-    buckets_.clear();
     std::memset(static_cast<void*>(entries_), 0, layout_.keys_max * sizeof(Entry));
     for (uint64_t id = layout_.keys_max; id-- > 0;) {
         push_free_id(static_cast<uint32_t>(id));
@@ -62,7 +61,6 @@ void Pool::recover() {
     constexpr uint64_t kAhead = 32;
     slabs_.load_classes(header().classes);
     owners_.find_end();
-    buckets_.clear();
     std::vector<uint32_t> kept;
     for (uint64_t i = layout_.keys_max; i-- > 0;) {
         const auto id = static_cast<uint32_t>(i);
@@ -99,7 +97,7 @@ bool Pool::adopt(uint32_t id) {
         !slabs_.claim(entry.slot, entry.size_class, id)) {
         return false;
     }
-    buckets_.insert(id);
+    buckets_.insert(id, true);
     return true;
 }
 

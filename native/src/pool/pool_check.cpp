@@ -152,6 +152,9 @@ class PoolChecker {
             ++filled;
             if (id >= entry_count_ || pool_.entries_[id].load_state() == EntryState::kFree) {
                 problem("bucket ", at, ": names entry ", id, ", which is not in use");
+            } else if (pool_.buckets_.ready_at(at) !=
+                       (pool_.entries_[id].load_state() == EntryState::kReady)) {
+                problem("bucket ", at, ": differs from entry ", id, " in whether it is ready");
             }
         }
         if (filled != entry_count_ - states_[static_cast<size_t>(EntryState::kFree)]) {

@@ -108,7 +108,7 @@ int64_t Pool::reserve_one(const Key& key, Reservation& call) {
     ++owner.entries;
     owner.units += call.units;
     move_state(entry, EntryState::kWriting);
-    buckets_.insert(id);
+    buckets_.insert(id, false);
     return id;
 }
 

@@ -53,6 +53,32 @@ Segment::Segment(int fd, uint64_t bytes) : bytes_(bytes) {
     madvise(mapped, bytes, MADV_HUGEPAGE);  // refused by many kernels: only a matter of speed
 }
 
+// Huge pages need an address that is a multiple of theirs, which older kernels do not choose.
+Segment Segment::own(uint64_t bytes) {
+    const uint64_t spare = bytes < kHugePageBytes ? 0 : kHugePageBytes;
+    void* mapped =
+        mmap(nullptr, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) {
+        fail(errno, "mapping the pool's buckets");
+    }
+    auto* base = static_cast<std::byte*>(mapped);
+    if (spare != 0) {
+        const uint64_t before = -reinterpret_cast<uintptr_t>(base) % kHugePageBytes;
+        if (before != 0) {
+            munmap(base, before);
+        }
+        if (before != spare) {
+            munmap(base + before + bytes, spare - before);
+        }
+        base += before;
+    }
+    madvise(base, bytes, MADV_DONTDUMP);
+    madvise(base, bytes, MADV_HUGEPAGE);
+    Segment mine(base, bytes);
+    mine.populate(0, bytes, 1);
+    return mine;
+}
+
 Segment::Segment(Segment&& other) noexcept
     : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_) {}
 
@@ -97,7 +123,7 @@ void Segment::populate(uint64_t at, uint64_t bytes, int threads) {
     work();
     helpers.clear();
     if (error.load() != 0) {
-        fail(error.load(), "populating the pool segment");
+        fail(error.load(), "populating the pool's memory");
     }
 }
 
