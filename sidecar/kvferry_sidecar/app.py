@@ -54,11 +54,10 @@ from kvferry_sidecar.tiers.store import Memory
 from kvferry_sidecar.transport import Transport
 
 socket_check_s = 1.0  # how often the attach socket's file is looked at
-switch_interval_s = 0.0005  # how long a store's thread may keep the loop from running
 drain_grace_s = 1.0  # for the last outcomes to be taken after the pipeline ended its jobs
 
 
-# How long another thread (HTTP) may keep the interpreter while the loop wants it. Python's own
+# How long another thread (HTTP, a store) may keep the interpreter while the loop wants it. Python's own
 # 5 ms would show in the time of a lookup.
 thread_switch_s = 0.0005
 
@@ -235,8 +234,6 @@ class App:
     def _open_slow_tiers(self, stack: contextlib.ExitStack) -> SlowTiers:
         memory = Memory(self._pool.address, self._segment.segment_bytes)
         slow = SlowTiers(self._config, memory, self._log)
-        if slow.tiers:
-            sys.setswitchinterval(switch_interval_s)
 
         def close() -> None:
             if not slow.close():

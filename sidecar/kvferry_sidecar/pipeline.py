@@ -240,7 +240,10 @@ class Pipeline:
         fence_s = self._jobs.desk.fence_wait_s(now_s)
         if fence_s is not None:
             return fence_s
-        return max(0.0, self._sweep_at_s - now_s) if self._anything_open() else math.inf
+        # Without an open job nothing has a deadline but what is kept for halves.
+        kept = min(self._core.outbox.due_s(), self._core.leases.due_s())
+        due_s = self._sweep_at_s if self._jobs.open_runs() else max(self._sweep_at_s, kept)
+        return max(0.0, due_s - now_s)
 
     def _sweep(self, now_s: float) -> None:
         self._jobs.desk.sweep(now_s)
@@ -253,9 +256,6 @@ class Pipeline:
             self._violations = self._core.ledger.integrity(())
             for violation in self._violations:
                 self._core.log.error("ledger", violation=violation)
-
-    def _anything_open(self) -> bool:
-        return bool(self._jobs.open_runs() or len(self._core.outbox) or len(self._core.leases))
 
     # --- the whole ----------------------------------------------------------------------------
 

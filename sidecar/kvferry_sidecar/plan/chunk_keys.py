@@ -54,10 +54,33 @@ def keys_of_ends(
             f"group {group}: hashes {least}..{most} are needed, "
             f"{first_hash}..{first_hash + count - 1} came"
         )
-    if len(numbers) == 1:  # a block that a decoding request has filled
-        at = (least - first_hash) * hash_bytes
-        picked = hashes[at : at + hash_bytes]
-    else:
-        rows = np.frombuffer(hashes, dtype=np.uint8).reshape(count, hash_bytes)
-        picked = rows[numbers - first_hash].tobytes()
+    rows = np.frombuffer(hashes, dtype=np.uint8).reshape(count, hash_bytes)
+    picked = rows[numbers - first_hash].tobytes()
     return mix_keys(namespace, group, _END_KIND, picked, hash_bytes, 0, 1)
+
+
+def keys_of_run(
+    namespace: bytes,
+    group: int,
+    hashes: bytes,
+    chunks: tuple[int, int],
+    hashes_per_chunk: int,
+    *,
+    hash_bytes: int,
+    first_hash: int,
+) -> NDArray[np.uint8] | Fault:
+    """Return the keys (n, 16) of the whole chunks ``first <= i < last``; at least one.
+
+    As `keys_of_ends`, without an array of numbers.
+    """
+    first, last = chunks
+    begin = (first + 1) * hashes_per_chunk - 1 - first_hash
+    end = last * hashes_per_chunk - first_hash
+    if begin < 0 or end * hash_bytes > len(hashes):
+        count = len(hashes) // hash_bytes
+        return Fault(
+            f"group {group}: hashes {begin + first_hash}..{end + first_hash - 1} are needed, "
+            f"{first_hash}..{first_hash + count - 1} came"
+        )
+    named = hashes[: end * hash_bytes]
+    return mix_keys(namespace, group, _END_KIND, named, hash_bytes, begin, hashes_per_chunk)

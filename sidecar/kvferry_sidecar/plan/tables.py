@@ -86,11 +86,20 @@ def pick_blocks(
             f"group {group}: chunks {first}..{last} are needed, the table covers "
             f"{table.start}..{table.start + len(table.ids) - 1}"
         )
-    if last - first + 1 == len(chunks):
-        ids = table.ids[first - table.start : last - table.start + 1]
-    else:
-        ids = table.ids[chunks - table.start]
-    return _in_range(group, chunks, ids, num_blocks)
+    return _in_range(group, chunks, table.ids[chunks - table.start], num_blocks)
+
+
+def blocks_of_run(
+    tables: Mapping[int, Table], group: int, chunks: tuple[int, int], num_blocks: int
+) -> NDArray[np.int32] | Fault:
+    """Return the block ids of the chunks ``first <= i < last``, at least one, in place."""
+    table, (first, last) = tables.get(group), chunks
+    if table is not None and table.start <= first and last - table.start <= len(table.ids):
+        ids = table.ids[first - table.start : last - table.start]
+        least, most = least_most(ids)
+        if least >= 1 and most < num_blocks:
+            return ids
+    return pick_blocks(tables, group, np.arange(first, last), num_blocks)  # which says why not
 
 
 def least_most(numbers: NDArray[np.integer]) -> tuple[int, int]:

@@ -7,6 +7,7 @@ death or the leaving of its half, and the end of its job. A job's lease falls on
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -130,6 +131,11 @@ class LeaseTable:
                 fallen.append(lease)
         self.idle_falls += len(fallen)
         self._drop_all(fallen)
+
+    def due_s(self) -> float:
+        """Return when the next lease may fall for not being confirmed; infinite without any."""
+        oldest = next(iter(self._leases.values()), None)
+        return math.inf if oldest is None else oldest.touched_s + self._idle_s_max
 
     def spoil(self, entries: Entries) -> None:
         """These entries were doomed: no job that comes later may read them under a lease."""

@@ -6,6 +6,7 @@ here until its OutcomeAck, or until its half is proven dead.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,6 +75,10 @@ class Outbox:
             if kept.due_s > now_s:
                 return
             self._again(key, kept, now_s)
+
+    def due_s(self) -> float:
+        """Return when the next one must be sent again; infinite without any."""
+        return next((kept.due_s for kept in self._kept.values()), math.inf)
 
     def count(self, generation: int) -> int:
         """Kept outcomes of one half."""

@@ -13,13 +13,9 @@ from kvferry_connector.wire.names import DONE_STEP_OFFSET
 from numpy.typing import NDArray
 
 from kvferry_sidecar.engines.base import CopyStatus, Direction
-from kvferry_sidecar.masks.objects import handed_over, partial_tail
-from kvferry_sidecar.masks.rules import Rules
-from kvferry_sidecar.masks.store import kept_boundaries, kept_chunks
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
-from kvferry_sidecar.plan.chunk_keys import keys_of_ends
 from kvferry_sidecar.plan.shards import EVERY
-from kvferry_sidecar.plan.tables import Fault, Table, held_chunks, pick_blocks, read_tables
+from kvferry_sidecar.plan.tables import Fault, read_tables
 from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.sessions.leases import LeaseKey
 from kvferry_sidecar.sessions.model import Peer, Session
@@ -27,19 +23,12 @@ from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.extents import rank_extents
 from kvferry_sidecar.stages.hits import refresh
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
+from kvferry_sidecar.stages.save_plan import GroupPlan, form_fault, plan_group
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape, form_of
 from kvferry_sidecar.tiers.host import Owner
 
 Number = TypeVar("Number", np.int32, np.uint32, np.uint64)
-_hash_bytes_max = 64
 _DONE = End(JobStatusName.DONE, Reason.NONE)
-
-
-class _GroupPlan(msgspec.Struct, frozen=True):
-    shape: GroupShape
-    ends: NDArray[np.int64]  # tokens of the objects' ends, ascending
-    keys: NDArray[np.uint8]
-    blocks: NDArray[np.int32]
 
 
 class _GroupSave(msgspec.Struct, frozen=True):
@@ -61,7 +50,7 @@ def open_save(
         return Decline(Reason.VERSION, "the namespace version is not known")
     if namespace in core.shadows.quarantined:
         return Decline(Reason.QUARANTINED, namespace.hex())
-    fault = _form_fault(job, raw, shape, core.limits.hashes_max)
+    fault = form_fault(job, raw, shape, core.limits.hashes_max)
     if fault is not None:
         return fault
     tables = read_tables(job.tables, raw[0])
@@ -71,10 +60,7 @@ def open_save(
         return Decline(Reason.TABLES, f"groups {sorted(unknown)} do not exist")
     plans = []
     for shaped in shape.stored_groups():
-        if shaped.save_rule == "hand-offs":
-            plan = _plan_states(shape.rules, shaped, namespace, job, raw[1])
-        else:
-            plan = _plan_group(shape.rules, shaped, namespace, job, (tables, raw[1]))
+        plan = plan_group(shape.rules, shaped, namespace, job, (tables, raw[1]))
         if isinstance(plan, Decline):
             return plan
         plans.append(plan)
@@ -94,7 +80,7 @@ class _Shadow:
     save: _GroupSave
 
 
-def _shadow_of(core: Core, key: LeaseKey, plans: list[_GroupPlan], owner: Owner) -> _Shadow | None:
+def _shadow_of(core: Core, key: LeaseKey, plans: list[GroupPlan], owner: Owner) -> _Shadow | None:
     """Reserve a slot for the block of a watched chunk, if this save names it."""
     check = core.shadows.find(key)
     for plan in plans:
@@ -104,7 +90,7 @@ def _shadow_of(core: Core, key: LeaseKey, plans: list[_GroupPlan], owner: Owner)
         if len(rows):
             # A key that no chunk has: nothing can hit it, and it is given back unfilled.
             other = np.frombuffer(os.urandom(16), np.uint8).reshape(1, 16)
-            one = _GroupPlan(plan.shape, plan.ends[rows], other, plan.blocks[rows])
+            one = GroupPlan(plan.shape, plan.ends[rows], other, plan.blocks[rows])
             save = _reserve(core, one, owner)
             if len(save.entries):
                 core.shadows.claim(key)
@@ -225,125 +211,6 @@ def _by_turn(values: NDArray[Number], turn: slice) -> NDArray[Number]:
     return values if turn is EVERY else np.ascontiguousarray(values[turn])
 
 
-def _form_fault(
-    job: SaveJob, raw: list[bytes], shape: SessionShape, hashes_max: int
-) -> Decline | None:
-    """Return why the job's own numbers do not fit, or None."""
-    if len(raw) != 2:
-        return Decline(Reason.FRAMES, f"a save has 2 raw frames, {len(raw)} came")
-    if not 1 <= job.hash_bytes <= _hash_bytes_max or len(raw[1]) % job.hash_bytes:
-        return Decline(
-            Reason.HASHES, f"{len(raw[1])} bytes are no hashes of {job.hash_bytes} bytes"
-        )
-    if not 0 <= job.start_tokens <= job.end_tokens or job.first_hash < 0:
-        span = f"({job.start_tokens}, {job.end_tokens}] from hash {job.first_hash}"
-        return Decline(Reason.TABLES, f"tokens {span} are no range")
-    hashes = job.first_hash + len(raw[1]) // job.hash_bytes
-    if hashes > hashes_max:
-        return Decline(Reason.HASHES_MAX, f"hashes from {job.first_hash} on end over the bound")
-    if job.end_tokens > hashes * shape.hash_block_tokens:
-        return Decline(Reason.HASHES, f"the hashes end before token {job.end_tokens}")
-    kinds = {g.group: g for g in shape.groups} if job.hand_offs else {}
-    for hand_off in job.hand_offs:
-        shaped = kinds.get(hand_off.group)
-        if shaped is None or not 1 <= hand_off.block < shaped.num_blocks:
-            what = f"block {hand_off.block} of group {hand_off.group}"
-            return Decline(Reason.TABLES, f"hand-off of {what}, which does not exist")
-        if shaped.save_rule != "hand-offs":
-            return Decline(Reason.TABLES, f"group {hand_off.group} takes no hand-offs")
-    return None
-
-
-def _plan_group(
-    rules: Rules,
-    shaped: GroupShape,
-    namespace: bytes,
-    job: SaveJob,
-    bulk: tuple[dict[int, Table], bytes],
-) -> _GroupPlan | Decline:
-    tables, hashes = bulk
-    chunks = kept_chunks(
-        rules,
-        shaped.group,
-        start_tokens=job.start_tokens,
-        tokens=job.end_tokens,
-        boundaries=kept_boundaries(rules, job.prefill_tokens, job.junction_tokens),
-    )
-    ends = (chunks + 1) * shaped.block_tokens
-    if job.tail_tokens:
-        chunks, ends = _with_tail(rules, shaped, job, (chunks, ends))
-    if shaped.save_rule != "all":  # what left the window is gone, and no fault
-        held = np.isin(chunks, held_chunks(tables, shaped.group, chunks))
-        chunks, ends = chunks[held], ends[held]
-    blocks = pick_blocks(tables, shaped.group, chunks, shaped.num_blocks)
-    if isinstance(blocks, Fault):
-        return Decline(Reason.TABLES, blocks.text)
-    return _keyed(rules, shaped, namespace, job, (ends, blocks, hashes))
-
-
-def _with_tail(
-    rules: Rules,
-    shaped: GroupShape,
-    job: SaveJob,
-    whole: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return chunks and ends with what is kept of a chunk that a request can resume inside."""
-    tail = partial_tail(
-        rules,
-        shaped.group,
-        boundary=job.tail_tokens,
-        computed_tokens=job.end_tokens,
-        hashed_tokens=job.end_tokens,
-    )
-    inside = tail.ends % shaped.block_tokens != 0  # the last one, if any: the others are whole
-    chunks, ends = whole
-    return np.append(chunks, tail.chunks[inside]), np.append(ends, tail.ends[inside])
-
-
-def _plan_states(
-    rules: Rules, shaped: GroupShape, namespace: bytes, job: SaveJob, hashes: bytes
-) -> _GroupPlan | Decline:
-    """States come by hand-off only: no table says which boundary a slot's state is at."""
-    states = [state for state in job.hand_offs if state.group == shaped.group]
-    for state in states:
-        refused = handed_over(
-            rules,
-            shaped.group,
-            block=state.block,
-            end_tokens=state.end_tokens,
-            prefill_tokens=job.prefill_tokens,
-        )
-        if refused is not None:
-            return Decline(Reason.TABLES, refused.reason)
-    ends = np.array([state.end_tokens for state in states], dtype=np.int64)
-    blocks = np.array([state.block for state in states], dtype=np.int32)
-    return _keyed(rules, shaped, namespace, job, (ends, blocks, hashes))
-
-
-def _keyed(
-    rules: Rules,
-    shaped: GroupShape,
-    namespace: bytes,
-    job: SaveJob,
-    found: tuple[NDArray[np.int64], NDArray[np.int32], bytes],
-) -> _GroupPlan | Decline:
-    """Return the plan of objects by their end tokens (n,), blocks (n,), and the job's hashes."""
-    ends, blocks, hashes = found
-    if not len(ends):
-        return _GroupPlan(shaped, ends, np.empty((0, 16), np.uint8), blocks)
-    keys = keys_of_ends(
-        namespace,
-        shaped.group,
-        hashes,
-        ends // rules.hash_block - 1,
-        hash_bytes=job.hash_bytes,
-        first_hash=job.first_hash,
-    )
-    if isinstance(keys, Fault):
-        return Decline(Reason.HASHES, keys.text)
-    return _GroupPlan(shaped, ends, keys, blocks)
-
-
 def _prefixes(core: Core, session: Session, shape: SessionShape, job: SaveJob) -> list[Keys]:
     """Keys of the request from its start to the job's end, as far as they are still known."""
     admission = core.admissions.get(session.life, job.admission)
@@ -358,7 +225,7 @@ def _prefixes(core: Core, session: Session, shape: SessionShape, job: SaveJob) -
 def _reserve_all(
     core: Core,
     shape: SessionShape,
-    plans: list[_GroupPlan],
+    plans: list[GroupPlan],
     prefixes: list[Keys],
     owner: Owner,
 ) -> SaveWork | Decline:
@@ -374,7 +241,7 @@ def _reserve_all(
     return SaveWork(core, shape, taken, prefixes)
 
 
-def _reserve(core: Core, plan: _GroupPlan, owner: Owner) -> _GroupSave:
+def _reserve(core: Core, plan: GroupPlan, owner: Owner) -> _GroupSave:
     stripe, group = plan.shape.stripe, plan.shape.group
     pool = core.pool
     if not len(plan.keys):
