@@ -57,8 +57,8 @@ socket_check_s = 1.0  # how often the attach socket's file is looked at
 drain_grace_s = 1.0  # for the last outcomes to be taken after the pipeline ended its jobs
 
 
-# How long another thread (HTTP, a store) may keep the interpreter while the loop wants it. Python's own
-# 5 ms would show in the time of a lookup.
+# How long another thread (HTTP, a store's) may keep the interpreter while the loop wants it.
+# Python's own 5 ms would show in the time of a lookup.
 thread_switch_s = 0.0005
 
 

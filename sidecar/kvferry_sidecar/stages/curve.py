@@ -14,7 +14,7 @@ and slower tiers (a hit is one of the host pool).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -24,10 +24,13 @@ SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the pool
 _SAME = SIZES.index(1.0)
 _ALL = 1 << 64
 window_s = 3600.0
-new_max = 64  # saves that wait to be numbered
-new_keys_max = 1024
+new_max = 64  # lookups and saves that wait to be counted
+new_keys_max = 4096
+
+_NONE = (_ALL, 0)  # behind the last row
 
 Keys = NDArray[np.uint8]  # (n, 16)
+_Lookup = tuple[int, tuple[int, int], int]  # tokens of a unit, (local, wanted), of the hit
 
 
 class CurveReading(msgspec.Struct, frozen=True):
@@ -75,7 +78,8 @@ class Curve:
         self._edges = [0] * len(SIZES)
         self._inside = [0] * len(SIZES)
         self._carry_bytes = 0
-        self._new: list[tuple[Keys, int]] = []  # stored, not numbered yet: keys, bytes of each
+        # Not counted yet: keys in the order of rows, bytes of each, and of what kind of lookup.
+        self._new: list[tuple[Keys, int, _Lookup | None]] = []
         self._new_keys = 0
         self._past, self._before, self._now = _Tally(), _Tally(), _Tally()
         self._window_end_s = 0.0
@@ -94,30 +98,10 @@ class Curve:
         to reckon with for one that was stored before this start.
         """
         if now_s >= self._window_end_s:
+            self._take_in()
             self._turn_window(now_s)
-        self._take_in()
-        local, wanted = span
-        self._now.wanted += max(0, wanted - local)
-        followed = self._followed(keys, unit[1])
-        if not followed:
-            return
-        first, last, stored = (tokens // unit[0] for tokens in (local, wanted, hit_tokens))
-        places = [0] * (len(SIZES) + 1)
-        found = []
-        for row, key in followed:
-            place = self._place(key)
-            if place == len(SIZES):
-                if row >= stored:
-                    places[place] += first <= row < last
-                    continue
-                place = _SAME  # the pool has it from before this start
-            places[place] += first <= row < last
-            found.append(key)
-        missing = 0
-        for size in range(len(SIZES) - 1, -1, -1):
-            missing += places[size + 1]
-            self._now.missed[size] += missing * unit[0] * (_ALL / self._threshold)
-        self._use([(key, unit[1]) for key in reversed(found)])
+        self._now.wanted += max(0, span[1] - span[0])
+        self._note(keys, unit[1], (unit[0], span, hit_tokens))
 
     def stored(self, keys: Keys, total_bytes: int) -> None:
         """Objects were stored: ``keys`` of one group, ``total_bytes`` of all groups.
@@ -127,21 +111,7 @@ class Curve:
         self._carry_bytes += total_bytes
         if len(keys):
             each, self._carry_bytes = divmod(self._carry_bytes, len(keys))
-            self._new.append((keys, each))
-            self._new_keys += len(keys)
-            if len(self._new) >= new_max or self._new_keys >= new_keys_max:
-                self._take_in()
-
-    def _take_in(self) -> None:
-        """Number what was stored since the last look, the head of each prefix last."""
-        new, self._new, self._new_keys = self._new, [], 0
-        if not new:
-            return
-        keys = np.concatenate([keys[::-1] for keys, _ in new])
-        followed = self._followed(keys, new[0][1])
-        each = np.repeat([size for _, size in new], [len(keys) for keys, _ in new])
-        sizes = each[[row for row, _ in followed]].tolist()
-        self._use([(key, size) for (_, key), size in zip(followed, sizes, strict=True)])
+            self._note(keys[::-1], each, None)  # the head of a prefix is used last, as in the pool
 
     def reading(self) -> CurveReading:
         """Return the counts so far."""
@@ -162,18 +132,66 @@ class Curve:
             sampled=self._threshold / _ALL,
         )
 
-    def _followed(self, keys: Keys, unit_bytes: int) -> list[tuple[int, int]]:
-        """Return (row, key) of the keys under the threshold, in order."""
+    def _note(self, keys: Keys, each_bytes: int, lookup: _Lookup | None) -> None:
+        self._new.append((keys, each_bytes, lookup))
+        self._new_keys += len(keys)
+        if len(self._new) >= new_max or self._new_keys >= new_keys_max:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Count what happened since the last time, in its order: the keys are chosen at once."""
+        new, self._new, self._new_keys = self._new, [], 0
+        if not new:
+            return
+        for _, each_bytes, _ in new:
+            self._choose(each_bytes)
+        bits = np.concatenate([keys for keys, _, _ in new]).view("<u8")[:, 1]
+        chosen: Iterator[tuple[int, int]] = enumerate(bits.tolist())
+        if self._threshold < _ALL:
+            rows = np.flatnonzero(bits < np.uint64(self._threshold))
+            chosen = zip(rows.tolist(), bits[rows].tolist(), strict=True)
+        row, key = next(chosen, _NONE)
+        begin = 0
+        for keys, each_bytes, lookup in new:
+            followed = []
+            while row < begin + len(keys):
+                if key < self._threshold:  # which may have fallen meanwhile
+                    followed.append((row - begin, key))
+                row, key = next(chosen, _NONE)
+            begin += len(keys)
+            if followed and lookup is not None:
+                self._look_up(followed, each_bytes, lookup)
+            elif followed:
+                self._use([(key, each_bytes) for _, key in followed])
+
+    def _look_up(self, followed: list[tuple[int, int]], each_bytes: int, lookup: _Lookup) -> None:
+        """Count the misses among followed (row, key) of a request, then use what there is."""
+        unit_tokens, (local, wanted), hit_tokens = lookup
+        first, last, stored = (tokens // unit_tokens for tokens in (local, wanted, hit_tokens))
+        places = [0] * (len(SIZES) + 1)
+        found = []
+        for row, key in followed:
+            place = self._place(key)
+            if place == len(SIZES):
+                if row >= stored:
+                    places[place] += first <= row < last
+                    continue
+                place = _SAME  # the pool has it from before this start
+            places[place] += first <= row < last
+            found.append((key, each_bytes))
+        missing = 0
+        for size in range(len(SIZES) - 1, -1, -1):
+            missing += places[size + 1]
+            self._now.missed[size] += missing * unit_tokens * (_ALL / self._threshold)
+        self._use(reversed(found))
+
+    def _choose(self, unit_bytes: int) -> None:
+        """Choose the threshold by the first objects' size."""
         if not self._chosen and unit_bytes:
             self._chosen = True
             most = int(SIZES[-1] * self._pool_bytes) // unit_bytes
             while most * self._threshold > self._kept_max * _ALL:
                 self._threshold //= 2
-        bits = keys.view("<u8")[:, 1]
-        if self._threshold == _ALL:
-            return list(enumerate(bits.tolist()))
-        rows = np.flatnonzero(bits < np.uint64(self._threshold))
-        return list(zip(rows.tolist(), bits[rows].tolist(), strict=True))
 
     def _place(self, key: int) -> int:
         """Return how many of the sizes are too small to hold a key still."""
