@@ -2,7 +2,8 @@
 
 The driver API through ctypes. A raw handle of the allocation, never torch's own tuple: that one
 needs a common /dev/shm, an equal user and torch at the other end. The pointer is asked what it is;
-settings are not believed. Memory without such a handle is refused with the setting to change.
+settings are not believed. Virtual memory (sleep mode) has a descriptor instead; memory with
+neither is refused with the setting to change.
 
 Engines with a GPU have the library loaded; nothing is loaded anywhere else.
 """
@@ -26,9 +27,13 @@ _BUFFER_ID, _LEGACY_CAPABLE, _HANDLE_TYPES, _MEMPOOL = 7, 10, 14, 17
 _POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
 
 _VIRTUAL = (
-    "virtual memory, which has no handle that another process could open: start the engine without "
+    "virtual memory, of which no descriptor can be had: start the engine without "
     "expandable_segments:True in PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, and without sleep "
     "mode or the cumem allocator"
+)
+_PIECES = (
+    "the {wanted} bytes of a KV buffer lie in pieces, of which this one has {found}: start the "
+    "engine without expandable_segments:True in PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
 )
 _POOLED = (
     "memory of a stream-ordered pool, which has no such handle: start the engine without "
@@ -58,10 +63,11 @@ class Driver:
         except OSError as error:
             raise CudaError(f"{library} cannot be loaded ({error}): is the driver here?") from error
 
-    def export(self, address: int, device: int) -> CudaMemory:
-        """Return how to open the allocation around ``address``, on the device of this ordinal.
+    def export(self, address: int, device: int, total_bytes: int = 1) -> CudaMemory:
+        """Return how to open the allocation around a buffer on the device of this ordinal.
 
-        Raises CudaError: it has no handle, or a call failed.
+        Without a handle in it, ``export_fd`` gives the descriptor that opens it. Raises CudaError:
+        there is neither, or a call failed.
         """
         handle, uuid = (ctypes.c_ubyte * HANDLE_BYTES)(), (ctypes.c_ubyte * _UUID_BYTES)()
         ordinal = ctypes.c_int()
@@ -70,19 +76,36 @@ class Driver:
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         pointer = ctypes.c_uint64(address)
         self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
-        self._check_kind(pointer)
-        # Of the base: a pointer into the allocation is refused.
-        self.call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        by_handle = self._by_handle(pointer)
+        if address + total_bytes > base.value + size.value:
+            raise CudaError(_PIECES.format(wanted=total_bytes, found=size.value))
+        if by_handle:  # of the base: a pointer into the allocation is refused
+            self.call("cuIpcGetMemHandle", ctypes.byref(handle), base)
         self.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), ordinal)
         buffer_id = self._attribute(_BUFFER_ID, pointer)
         return CudaMemory(
-            handle=bytes(handle),
+            handle=bytes(handle) if by_handle else b"",
             offset=address - base.value,
             allocation_bytes=size.value,
             device=bytes(uuid),
             buffer_id=buffer_id,
             pid=os.getpid(),
         )
+
+    def export_fd(self, address: int) -> int:
+        """Return a descriptor of virtual memory, which keeps it until it is closed.
+
+        On the thread of ``export``. Raises CudaError.
+        """
+        handle, fd = ctypes.c_uint64(), ctypes.c_int(-1)
+        self.call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        try:
+            name = "cuMemExportToShareableHandle"
+            self.call(name, ctypes.byref(fd), handle, _POSIX_FD, ctypes.c_uint64(0))
+        finally:
+            self.call("cuMemRelease", handle)
+        os.set_inheritable(fd.value, False)
+        return fd.value
 
     def _bind(self, ordinal: ctypes.c_int) -> None:
         """Bind the primary context if this thread has none: the driver never does it by itself."""
@@ -96,14 +119,17 @@ class Driver:
             finally:
                 self.call("cuDevicePrimaryCtxRelease_v2", ordinal)
 
-    def _check_kind(self, pointer: ctypes.c_uint64) -> None:
+    def _by_handle(self, pointer: ctypes.c_uint64) -> bool:
+        """Whether the memory has a handle; False: a descriptor. Raises CudaError for neither."""
         if self._attribute(_LEGACY_CAPABLE, pointer):
-            return
+            return True
         if self._attribute(_MEMPOOL, pointer):
             raise CudaError(_POOLED)
         types = self._attribute(_HANDLE_TYPES, pointer)
-        names = [name for bit, name in ((_POSIX_FD, "fd"), (_FABRIC, "fabric")) if types & bit]
-        raise CudaError(f"{_VIRTUAL} (it could be shared by: {', '.join(names) or 'nothing'})")
+        if types & _POSIX_FD:
+            return False
+        only = "fabric handles" if types & _FABRIC else "nothing"
+        raise CudaError(f"{_VIRTUAL} (its allocator allows it to be shared by: {only})")
 
     def _attribute(self, attribute: int, pointer: ctypes.c_uint64) -> int:
         value = ctypes.c_uint64()  # larger than the smaller ones: the rest stays zero

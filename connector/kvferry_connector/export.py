@@ -51,6 +51,13 @@ class Buffer:
     total_bytes: int
     cuda: CudaMemory | None = None
 
+    @property
+    def kind(self) -> str:
+        """As wire.attach.Memory has it."""
+        if self.cuda is None:
+            return "memfd"
+        return "cuda" if self.fd is None else "cuda-fd"
+
 
 class KvMemory:
     """The KV buffers of one worker, in memfds.
@@ -63,6 +70,7 @@ class KvMemory:
         self._buffers: list[Buffer] = []
         self._kept: list[int] = []  # of memory that a sidecar may still have open
         self.driver: Driver | None = None  # once KV memory of a GPU was found
+        self.device = 0  # the ordinal of that GPU
 
     def context(self) -> TorchFunctionMode:
         """Return a context manager that serves large CPU int8 ``torch.zeros`` from a memfd."""
@@ -71,9 +79,7 @@ class KvMemory:
     def handles(self) -> tuple[MemoryHandle, ...]:
         """Return the buffers as the client wants them, by buffer number."""
         return tuple(
-            MemoryHandle(
-                Memory(b.buffer, b.total_bytes, "cuda" if b.cuda else "memfd", b.cuda), b.fd
-            )
+            MemoryHandle(Memory(b.buffer, b.total_bytes, b.kind, b.cuda), b.fd)
             for b in self._buffers
         )
 
@@ -98,9 +104,10 @@ class KvMemory:
 
     def _export(self, ordinal: int, address: int, total_bytes: int) -> Buffer:
         self._check_room()
-        self.driver = self.driver or Driver()
-        cuda = self.driver.export(address, ordinal)
-        buffer = Buffer(self._number(), None, address, total_bytes, cuda)
+        self.driver, self.device = self.driver or Driver(), ordinal
+        cuda = self.driver.export(address, ordinal, total_bytes)
+        fd = None if cuda.handle else self.driver.export_fd(address)
+        buffer = Buffer(self._number(), fd, address, total_bytes, cuda)
         self._buffers.append(buffer)
         return buffer
 

@@ -103,7 +103,8 @@ class WorkerHalf:
         self._kv_caches = kv_caches
         vllm_config, registration = self._vllm_config, self._describe()
         if self._memory.driver is not None:
-            self._fence.follow(self._memory.driver, _current_stream)
+            device = self._memory.device
+            self._fence.follow(self._memory.driver, lambda: _current_stream(device))
         engine_id = vllm_config.kv_transfer_config.engine_id
         half = Half("worker", engine_id, vllm_config.instance_id, self._rank, self._fence.fd)
         client = Client(self._config, half, registration, self._memory.handles())
@@ -298,8 +299,8 @@ class WorkerHalf:
             self._report(job, open_job.load_of, status, reason, shorter_tokens)
 
 
-def _current_stream() -> int:
-    """Return the CUDA stream on which this thread's step runs."""
+def _current_stream(device: int) -> int:
+    """Return the CUDA stream of a device on which this thread's step runs."""
     import torch  # noqa: PLC0415 - loaded long ago where there is a GPU
 
-    return int(torch.cuda.current_stream().cuda_stream)
+    return int(torch.cuda.current_stream(device).cuda_stream)

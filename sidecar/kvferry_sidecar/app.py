@@ -220,8 +220,8 @@ class App:
         )  # fmt: skip
         stack.callback(engine.close)
 
-        def open_device(memory: AttachedMemory, life: int) -> DeviceMemory:
-            device = engine.open_device(memory, life)
+        def open_device(memory: AttachedMemory, life: int, fd: int | None) -> DeviceMemory:
+            device = engine.open_device(memory, life, fd)
             done, total = engine.pinning()
             if done < total:
                 self._progress.begin("pinning", "bytes", engine.pinning)

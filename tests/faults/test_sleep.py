@@ -86,7 +86,8 @@ class Sleeper:
                 tensor = torch.zeros(total_bytes, dtype=torch.int8)
             return Pages(memoryview(tensor.numpy()).cast("B")), tensor
         assert self.half.memory_context() is None, "the engine's own pool, which sleep frees"
-        address = self._gpu.alloc(total_bytes)
+        how = {"kind": "virtual", "types": 1} if self._kind == "gpu-virtual" else {}
+        address = self._gpu.alloc(total_bytes, **how)
         storage = SimpleNamespace(data_ptr=lambda: address, nbytes=lambda: total_bytes)
         device = SimpleNamespace(type="cuda", index=0)
         tensor = SimpleNamespace(untyped_storage=lambda: storage, device=device)
@@ -181,7 +182,7 @@ class Sleeper:
         self.memory.close()
 
 
-@pytest.fixture(scope="module", params=["host", "gpu"])
+@pytest.fixture(scope="module", params=["host", "gpu", "gpu-virtual"])
 def kind(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
@@ -189,7 +190,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def sidecar(kind: str) -> Iterator[SidecarUnderTest]:
-    flags = (*ENABLED, *(GPU if kind == "gpu" else ()))
+    flags = (*ENABLED, *(GPU if kind != "host" else ()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_LIBRARY_PATH", str(library().parent))
         with running_sidecar(pool_bytes=16 << 20, flags=flags) as found:

@@ -55,7 +55,7 @@ class FakeMemory:
         storage = SimpleNamespace(data_ptr=lambda: address, nbytes=lambda: total_bytes)
         device = SimpleNamespace(type="cuda", index=0)
         self.tensor = SimpleNamespace(untyped_storage=lambda: storage, device=device)
-        worker_half._current_stream = lambda: 0
+        worker_half._current_stream = lambda _device: 0
 
     def read(self, at: int, count: int) -> bytes:
         return self._bytes[at : at + count].tobytes()

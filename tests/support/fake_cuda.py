@@ -125,6 +125,10 @@ class FakeGpu:
         """How many allocations of other processes are open here."""
         return int(self._fake.fake_mapped())
 
+    def handles(self) -> int:
+        """How many handles of virtual memory are held here."""
+        return int(self._fake.fake_handles())
+
     def stores(self) -> int:
         """How many bytes kernels have stored so far."""
         return int(ctypes.c_ulonglong.in_dll(self._fake, "fake_stores").value)
@@ -223,6 +227,6 @@ class GpuKvMemory(KvMemory):
         super().close()
 
 
-def no_device(memory: Memory, life: int) -> NoReturn:
+def no_device(memory: Memory, life: int, fd: int | None) -> NoReturn:
     """Stand for a sidecar without GPUs."""
     raise CudaError("there is no GPU in this test")

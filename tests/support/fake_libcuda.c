@@ -2,7 +2,9 @@
 // "Device memory" is a POSIX shared-memory object, so that a handle opens in another process.
 // Streams run at once. Of the real one's rules it keeps those that are easily broken: a handle is
 // of an allocation's base, of no memory with VMM, and never opened by the process that made it;
-// copies touch only device memory that is mapped and, of the host, what they are given.
+// copies touch only device memory that is mapped and, of the host, what they are given; virtual
+// memory that was imported is mapped into a reservation, wants access before it is touched, and
+// leaves in the reverse order.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>
@@ -28,6 +30,7 @@ typedef struct {
     size_t bytes;
     uint64_t id;
     int device, kind, opened;
+    int reserved, no_access;  // of virtual memory that was imported
     uint64_t types;
     char name[48];
 } Range;
@@ -122,16 +125,22 @@ int fake_alloc(uint64_t* out, size_t bytes, int device, int kind, uint64_t types
         r->device = device;
         r->kind = kind;
         r->types = types;
-        r->opened = 0;
+        r->opened = r->reserved = r->no_access = 0;
         *out = r->base;
         return OK;
     }
     return NO_MEMORY;
 }
+enum { HANDLES = 64 };
+static int handles[HANDLES];  // of virtual memory: descriptors of the objects
 void fake_free_all(void) {
+    for (int i = 0; i < HANDLES; ++i) {
+        if (handles[i] > 0) close(handles[i]);
+        handles[i] = 0;
+    }
     for (int i = 0; i < RANGES; ++i) {
         if (!ranges[i].bytes) continue;
-        if (!ranges[i].opened) shm_unlink(ranges[i].name);
+        if (!ranges[i].opened && !ranges[i].reserved) shm_unlink(ranges[i].name);
         munmap((void*)ranges[i].base, ranges[i].bytes);
         ranges[i].bytes = 0;
     }
@@ -148,7 +157,13 @@ __attribute__((destructor)) static void at_the_end(void) {
 static Range* find(uint64_t at) {
     for (int i = 0; i < RANGES; ++i)
         if (ranges[i].bytes && at >= ranges[i].base && at < ranges[i].base + ranges[i].bytes)
-            return &ranges[i];
+            return ranges[i].no_access ? NULL : &ranges[i];
+    return NULL;
+}
+static Range* range_at(uint64_t base, size_t bytes) {
+    for (int i = 0; i < RANGES; ++i)
+        if (ranges[i].bytes && ranges[i].base == base)
+            return ranges[i].bytes == bytes ? &ranges[i] : NULL;
     return NULL;
 }
 
@@ -254,6 +269,7 @@ int cuIpcOpenMemHandle_v2(uint64_t* out, Handle handle, unsigned flags) {
         r->base = (uint64_t)at;
         r->bytes = bytes;
         r->opened = 1;
+        r->reserved = r->no_access = 0;
         r->device = (int)context - 100;
         *out = r->base;
         return OK;
@@ -265,6 +281,108 @@ int cuIpcCloseMemHandle(uint64_t base) {
     Range* r = find(base);
     if (!r || r->base != base || !r->opened) return INVALID_VALUE;
     munmap((void*)r->base, r->bytes);
+    r->bytes = 0;
+    return OK;
+}
+
+// Virtual memory. A handle is the number of an entry with a descriptor of the object.
+enum { GRANULE = 4096, NOT_SUPPORTED = 801, UNKNOWN = 999 };
+int fake_handles(void) {
+    int n = 0;
+    for (int i = 0; i < HANDLES; ++i) n += handles[i] > 0;
+    return n;
+}
+static int keep(uint64_t* out, int fd) {
+    for (int i = 0; i < HANDLES; ++i)
+        if (!handles[i]) {
+            handles[i] = fd;
+            *out = 1 + i;
+            return OK;
+        }
+    return NO_MEMORY;
+}
+static int* handle_of(uint64_t handle) {
+    return handle && handle <= HANDLES && handles[handle - 1] ? &handles[handle - 1] : NULL;
+}
+int cuMemRetainAllocationHandle(uint64_t* out, void* at) {
+    ENTER;
+    Range* r = find((uint64_t)at);
+    if (!r || r->kind != 0) return INVALID_VALUE;
+    return keep(out, shm_open(r->name, O_RDWR, 0600));
+}
+int cuMemExportToShareableHandle(int* out, uint64_t handle, int type, uint64_t flags) {
+    ENTER;
+    int* fd = handle_of(handle);
+    if (!fd || flags) return INVALID_VALUE;
+    if (type != 1) return NOT_SUPPORTED;
+    *out = dup(*fd);
+    return OK;
+}
+int cuMemImportFromShareableHandle(uint64_t* out, void* fd, int type) {
+    ENTER;
+    if (!context) return INVALID_CONTEXT;
+    char link[48], name[64] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", (int)(uintptr_t)fd);
+    if (type != 1) return NOT_SUPPORTED;
+    // The number of another process's descriptor means nothing, or something else, here.
+    if (readlink(link, name, sizeof name - 1) < 0 || !strstr(name, "kvferry-fake-gpu")) return UNKNOWN;
+    return keep(out, dup((int)(uintptr_t)fd));
+}
+int cuMemRelease(uint64_t handle) {
+    ENTER;
+    int* fd = handle_of(handle);
+    if (!fd) return INVALID_VALUE;
+    close(*fd);
+    *fd = 0;
+    return OK;
+}
+int cuMemAddressReserve(uint64_t* out, size_t bytes, size_t align, uint64_t at, uint64_t flags) {
+    ENTER;
+    if (!bytes || bytes % GRANULE || align || at || flags) return INVALID_VALUE;
+    for (int i = 0; i < RANGES; ++i) {
+        Range* r = &ranges[i];
+        if (r->bytes) continue;
+        void* place = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (place == MAP_FAILED) return NO_MEMORY;
+        *r = (Range){.base = (uint64_t)place, .bytes = bytes, .reserved = 1, .no_access = 1};
+        *out = r->base;
+        return OK;
+    }
+    return NO_MEMORY;
+}
+int cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags) {
+    ENTER;
+    Range* r = range_at(at, bytes);
+    int* fd = handle_of(handle);
+    if (!r || !r->reserved || r->opened || !fd || offset || flags) return INVALID_VALUE;
+    if ((off_t)bytes != lseek(*fd, 0, SEEK_END)) return INVALID_VALUE;
+    if (mmap((void*)at, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, *fd, 0) == MAP_FAILED)
+        return MAP_FAILED_;
+    r->opened = 1;
+    return OK;
+}
+int cuMemSetAccess(uint64_t at, size_t bytes, const int* access, size_t count) {
+    ENTER;
+    Range* r = range_at(at, bytes);
+    if (!r || !r->opened || count != 1 || access[0] != 1 || access[2] != 3) return INVALID_VALUE;
+    r->device = access[1];
+    r->no_access = 0;
+    return mprotect((void*)at, bytes, PROT_READ | PROT_WRITE) ? UNKNOWN : OK;
+}
+int cuMemUnmap(uint64_t at, size_t bytes) {
+    ENTER;
+    Range* r = range_at(at, bytes);
+    if (!r || !r->reserved || !r->opened) return INVALID_VALUE;
+    mmap((void*)at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    r->opened = 0;
+    r->no_access = 1;
+    return OK;
+}
+int cuMemAddressFree(uint64_t at, size_t bytes) {
+    ENTER;
+    Range* r = range_at(at, bytes);
+    if (!r || !r->reserved || r->opened) return INVALID_VALUE;
+    munmap((void*)at, bytes);
     r->bytes = 0;
     return OK;
 }

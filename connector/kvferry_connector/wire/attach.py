@@ -24,10 +24,10 @@ attach_fds_max = 18
 class CudaMemory(msgspec.Struct, frozen=True):
     """Memory of a GPU as the driver hands it to another process.
 
-    ``handle`` (64 bytes) maps the whole allocation of ``allocation_bytes``, in which the buffer
-    begins at ``offset``. ``device`` is the GPU's UUID (16 bytes): ordinals differ by process.
-    ``buffer_id`` is the driver's number of the allocation in process ``pid``: handles of two
-    allocations may have equal bytes.
+    ``handle`` (64 bytes; empty where a descriptor does it) maps the whole allocation of
+    ``allocation_bytes``, in which the buffer begins at ``offset``. ``device`` is the GPU's UUID (16
+    bytes): ordinals differ by process. ``buffer_id`` is the driver's number of the allocation in
+    process ``pid``: handles of two allocations may have equal bytes.
     """
 
     handle: bytes
@@ -41,7 +41,8 @@ class CudaMemory(msgspec.Struct, frozen=True):
 class Memory(msgspec.Struct, frozen=True):
     """One KV buffer of a rank.
 
-    ``kind`` is "memfd" (its descriptor travels with Hello, in this order) or "cuda" (none does).
+    ``kind`` is "memfd" or "cuda-fd" (its descriptor travels with Hello, in this order), or "cuda"
+    (opened by its handle).
     """
 
     buffer: int

@@ -104,13 +104,13 @@ class CudaCopyEngine:
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def open(self, memory: Memory, life: int) -> DeviceMemory:
+    def open(self, memory: Memory, life: int, fd: int | None = None) -> DeviceMemory:
         """Map a rank's buffer, and begin to pin the pool. Raises CudaError with the remedy."""
         if self._driver is None:
             self._driver = Driver()
         if self._memories is None:
             self._memories = CudaMemories(self._driver, self._log)
-        device = self._memories.open(memory, life)
+        device = self._memories.open(memory, life, fd)
         self.pin(self._driver, device.ordinal)
         return device
 
@@ -261,9 +261,11 @@ class CudaCopyEngine:
             bad_index=job.bad_index,
             crcs=job.crcs if gathered else None,
         )
+        ordinal = job.layout.memory.ordinal
+        del job.layout  # whoever has the result may close the memory: no thread here holds it then
         with self._lock:
             if job.direction is Direction.SCATTER:
-                self._loads[job.layout.memory.ordinal] -= 1
+                self._loads[ordinal] -= 1
                 self._moved.notify_all()
             self._finished.append(result)
             if len(self._finished) == 1:
@@ -359,7 +361,7 @@ class _Lane:
                 self._engine.fail(job, error)
                 continue
             self._engine.run(job, stream, self._driver, ways)
-            del job  # and with it, maybe, the last hold on an engine's memory
+            del job
         if ways is not None:
             ways.close()
         if stream is not None:

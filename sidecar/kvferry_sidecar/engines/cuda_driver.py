@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from ctypes import POINTER, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -44,6 +45,16 @@ class Copy2D(ctypes.Structure):
 
 
 MEMORY_HOST, MEMORY_DEVICE = 1, 2  # CUmemorytype
+_POSIX_FD = 1  # CUmemAllocationHandleType
+_ON_DEVICE, _READ_WRITE = 1, 3  # CUmemLocationType, CUmemAccess_flags
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("kind", c_int), ("device", c_int), ("flags", c_int))
+
+
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuCtxSetCurrent": (c_void_p,),
     "cuDeviceGet": (POINTER(c_int), c_int),
@@ -53,6 +64,13 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuIpcCloseMemHandle": (_ADDRESS,),
     "cuIpcOpenMemHandle_v2": (POINTER(_ADDRESS), IpcHandle, c_uint),
+    "cuMemAddressFree": (_ADDRESS, c_size_t),
+    "cuMemAddressReserve": (POINTER(_ADDRESS), c_size_t, c_size_t, _ADDRESS, c_uint64),
+    "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
+    "cuMemMap": (_ADDRESS, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemRelease": (c_uint64,),
+    "cuMemSetAccess": (_ADDRESS, c_size_t, POINTER(_Access), c_size_t),
+    "cuMemUnmap": (_ADDRESS, c_size_t),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
     "cuMemcpy2DAsync_v2": (POINTER(Copy2D), c_void_p),
@@ -208,6 +226,33 @@ class Driver:
         address, by_value = _ADDRESS(), IpcHandle.from_buffer_copy(handle)
         self("cuIpcOpenMemHandle_v2", byref(address), by_value, _LAZY_PEER_ACCESS)
         return int(address.value)
+
+    def map_fd(self, ordinal: int, fd: int, total_bytes: int) -> int:
+        """Map another process's virtual memory for one GPU; returns its address here.
+
+        ``fd`` may be closed then: the mapping holds the memory. Raises CudaError, and leaves
+        nothing behind.
+        """
+        handle, address, device = c_uint64(), _ADDRESS(), c_int()
+        self("cuDeviceGet", byref(device), ordinal)
+        self("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_FD)
+        with ExitStack() as undo:
+            try:
+                self("cuMemAddressReserve", byref(address), total_bytes, 0, 0, 0)
+                undo.callback(self, "cuMemAddressFree", address.value, total_bytes)
+                self("cuMemMap", address.value, total_bytes, 0, handle.value, 0)
+                undo.callback(self, "cuMemUnmap", address.value, total_bytes)
+            finally:
+                self("cuMemRelease", handle.value)
+            access = _Access(_ON_DEVICE, device.value, _READ_WRITE)
+            self("cuMemSetAccess", address.value, total_bytes, byref(access), 1)
+            undo.pop_all()
+        return int(address.value)
+
+    def unmap(self, address: int, total_bytes: int) -> None:
+        """Give back what ``map_fd`` mapped, on its GPU. Raises CudaError."""
+        self("cuMemUnmap", address, total_bytes)
+        self("cuMemAddressFree", address, total_bytes)
 
     def stream(self) -> c_void_p:
         """Return a new stream of the current GPU that never waits for the default one."""

@@ -8,6 +8,7 @@ died keeps all of it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from time import monotonic
 
-from kvferry_connector.wire.attach import Memory
+from kvferry_connector.wire.attach import CudaMemory, Memory
 from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.engines import pages
@@ -31,6 +32,7 @@ class _Open:
     ordinal: int
     address: int
     total_bytes: int
+    by_fd: bool
     users: int = 0
 
 
@@ -44,6 +46,7 @@ class CudaMemories:
         self._driver, self._log = driver, log
         self._lock = threading.RLock()
         self._open: dict[tuple[int, int, bytes], _Open] = {}
+        self._imports = itertools.count()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -53,15 +56,16 @@ class CudaMemories:
         with self._lock:
             return sum(one.total_bytes for one in self._open.values() if one.ordinal == ordinal)
 
-    def open(self, memory: Memory, life: int) -> DeviceMemory:
+    def open(self, memory: Memory, life: int, fd: int | None = None) -> DeviceMemory:
         """Map a rank's buffer; ``life`` tells processes apart. Raises CudaError with the remedy.
 
-        Equal handles of another life or of another allocation are other memory.
+        Equal handles of another life or of another allocation are other memory, and so is what
+        each descriptor opens. ``fd`` stays the caller's.
         """
-        cuda = memory.cuda
-        if cuda is None or len(cuda.handle) != HANDLE_BYTES or len(cuda.device) != UUID_BYTES:
+        cuda, handle_bytes = memory.cuda, HANDLE_BYTES if fd is None else 0
+        if cuda is None or len(cuda.handle) != handle_bytes or len(cuda.device) != UUID_BYTES:
             raise CudaError(
-                f"buffer {memory.buffer} has no handle of {HANDLE_BYTES} and UUID of {UUID_BYTES} "
+                f"buffer {memory.buffer} has no handle of {handle_bytes} and UUID of {UUID_BYTES} "
                 "bytes; install compatible versions of kvferry"
             )
         if not 0 <= cuda.offset <= cuda.allocation_bytes - memory.total_bytes:
@@ -69,7 +73,7 @@ class CudaMemories:
                 f"buffer {memory.buffer} has {memory.total_bytes} bytes at {cuda.offset} of an "
                 f"allocation of {cuda.allocation_bytes}; report it with this text"
             )
-        if cuda.pid == os.getpid():
+        if fd is None and cuda.pid == os.getpid():
             raise CudaError(
                 f"the engine's process id is {cuda.pid} as the sidecar's own is, in another PID "
                 "namespace: the driver takes them for one process; share the namespace "
@@ -77,17 +81,24 @@ class CudaMemories:
                 201,
             )
         ordinal = self._driver.ordinal_of(cuda.device)
-        key = (life, cuda.buffer_id, cuda.handle)
+        number = cuda.buffer_id if fd is None else next(self._imports)
+        key = (life, number, cuda.handle)
         with self._lock:
             mapped = self._open.get(key)
             if mapped is None:
-                self._driver.use(ordinal)
-                address = self._driver.open(cuda.handle)
-                mapped = self._open[key] = _Open(ordinal, address, cuda.allocation_bytes)
+                address = self._map(ordinal, cuda, fd)
+                mapped = _Open(ordinal, address, cuda.allocation_bytes, fd is not None)
+                self._open[key] = mapped
             mapped.users += 1
         device = DeviceMemory(ordinal, mapped.address + cuda.offset, memory.total_bytes)
         weakref.finalize(device, self._drop, key).atexit = False
         return device
+
+    def _map(self, ordinal: int, cuda: CudaMemory, fd: int | None) -> int:
+        self._driver.use(ordinal)
+        if fd is None:
+            return self._driver.open(cuda.handle)
+        return self._driver.map_fd(ordinal, fd, cuda.allocation_bytes)
 
     def _drop(self, key: tuple[int, int, bytes]) -> None:
         with self._lock:
@@ -98,7 +109,10 @@ class CudaMemories:
             del self._open[key]
             try:
                 self._driver.use(mapped.ordinal)
-                self._driver("cuIpcCloseMemHandle", mapped.address)
+                if mapped.by_fd:
+                    self._driver.unmap(mapped.address, mapped.total_bytes)
+                else:
+                    self._driver("cuIpcCloseMemHandle", mapped.address)
             except CudaError as error:  # the engine's memory stays until we end
                 self._log.error("an engine's GPU memory was not closed", error=str(error))
 

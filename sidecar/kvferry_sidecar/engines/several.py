@@ -33,13 +33,13 @@ class SeveralCopyEngines:
         for engine in (self._host, self._cuda):
             self._epoll.register(engine.wake_fd(), select.EPOLLIN)
 
-    def open_device(self, memory: Memory, life: int) -> DeviceMemory:
-        """Map a rank's buffer on a GPU. Raises CudaError with the remedy."""
+    def open_device(self, memory: Memory, life: int, fd: int | None) -> DeviceMemory:
+        """Map a rank's buffer on a GPU, by its descriptor if it has one. Raises CudaError."""
         if not self._gpu:
             raise CudaError(
                 "this sidecar serves no GPU; set copy.gpu = true after reading docs/gpu.md"
             )
-        return self._cuda.open(memory, life)
+        return self._cuda.open(memory, life, fd)
 
     def gpus(self) -> list[GpuUse]:
         """Return what is used of each GPU."""

@@ -20,8 +20,9 @@ from kvferry_sidecar.sessions.registry import Backing, Offer
 rank_max = 1 << 20
 refusal_fields_max = 64
 refusal_chars_max = 1024  # of each text in a refusal: all of it fits one message
-OpenDevice = Callable[[Memory, int], DeviceMemory]  # (memory, life); raises CudaError
-_MEMORY_KINDS = ("memfd", "cuda")
+# (memory, life, its descriptor if one came); raises CudaError
+OpenDevice = Callable[[Memory, int, int | None], DeviceMemory]
+_MEMORY_KINDS = ("memfd", "cuda", "cuda-fd")
 
 
 class HelloError(Exception):
@@ -63,7 +64,7 @@ def check(hello: Hello, fds: int) -> int:
             f"buffer {unknown[0].buffer} is of kind {unknown[0].kind!r}; this sidecar maps "
             f"{', '.join(_MEMORY_KINDS)}",
         )
-    files = sum(memory.kind == "memfd" for memory in hello.memories)
+    files = sum(memory.kind != "cuda" for memory in hello.memories)
     expected = 1 + int(hello.fence) + files
     if fds != expected:
         raise HelloError(
@@ -111,18 +112,21 @@ def map_offer(hello: Hello, fds: Sequence[int], life: int, open_device: OpenDevi
         offer.fence = _map("the fence page", rest.pop(0), FENCE_PAGE_BYTES)
     for memory in hello.memories:
         buffer, what = memory.buffer, f"buffer {memory.buffer}"
-        if memory.kind == "cuda":
-            offer.memories[buffer], offer.backing[buffer] = _open(memory, life, open_device)
+        fd = None if memory.kind == "cuda" else rest.pop(0)
+        if memory.kind != "memfd" or fd is None:
+            opened = _open(memory, life, fd, open_device)
+            offer.memories[buffer], offer.backing[buffer] = opened
         else:
-            fd = rest.pop(0)
             offer.backing[buffer] = _check_file(what, fd, memory.total_bytes)
             offer.memories[buffer] = _map(what, fd, memory.total_bytes)
     return offer
 
 
-def _open(memory: Memory, life: int, open_device: OpenDevice) -> tuple[DeviceMemory, Backing]:
+def _open(
+    memory: Memory, life: int, fd: int | None, open_device: OpenDevice
+) -> tuple[DeviceMemory, Backing]:
     try:
-        device = open_device(memory, life)
+        device = open_device(memory, life, fd)
     except CudaError as error:
         raise HelloError("cuda", f"buffer {memory.buffer}: {error}") from error
     number = memory.cuda.buffer_id if memory.cuda is not None else 0

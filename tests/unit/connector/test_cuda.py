@@ -7,14 +7,16 @@ import os
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kvferry_connector import cuda, export
+import torch
+from kvferry_connector import cuda, export, worker_half
 from kvferry_connector.cuda import CudaError, Driver
 from kvferry_connector.export import ExportError, FencePage, KvMemory
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET, FENCE_PAGE_BYTES
-from support.fake_cuda import FakeGpu, library
+from support.fake_cuda import FakeGpu, bytes_at, library
 
 CALLS = (
     "cuDeviceGet",
@@ -49,8 +51,7 @@ def test_export_names_the_allocation_not_the_buffer(gpu: FakeGpu, driver: Driver
 @pytest.mark.parametrize(
     ("kind", "types", "words"),
     [
-        ("virtual", 1, "expandable_segments.* sleep mode.* by: fd"),
-        ("virtual", 9, "by: fd, fabric"),
+        ("virtual", 8, "expandable_segments.* sleep mode.* by: fabric handles"),
         ("virtual", 0, "by: nothing"),
         ("pool", 0, "backend:cudaMallocAsync"),
     ],
@@ -62,6 +63,44 @@ def test_memory_without_a_handle_is_refused_with_the_setting(
     with pytest.raises(CudaError, match=words):
         driver.export(address, 0)
     assert not gpu.calls("cuIpcGetMemHandle")
+
+
+def test_virtual_memory_travels_as_a_descriptor(gpu: FakeGpu, driver: Driver) -> None:
+    address = gpu.alloc(1 << 20, kind="virtual", types=9)
+    bytes_at(address, 1 << 20)[:] = 42
+    found = driver.export(address + 4096, 0, 1 << 16)
+    assert (found.handle, found.offset, found.allocation_bytes) == (b"", 4096, 1 << 20)
+    fd = driver.export_fd(address + 4096)
+    assert not os.get_inheritable(fd)
+    with mmap.mmap(fd, 1 << 20) as seen:
+        assert seen[4096] == 42
+    os.close(fd)
+    assert gpu.handles() == 0
+
+
+def test_a_buffer_in_several_pieces_is_refused(gpu: FakeGpu, driver: Driver) -> None:
+    address = gpu.alloc(1 << 20, kind="virtual", types=1)
+    driver.export(address + 4096, 0, (1 << 20) - 4096)
+    with pytest.raises(CudaError, match=r"lie in pieces.*1048576: .*expandable_segments"):
+        driver.export(address + 4096, 0, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    "name", ["cuMemRetainAllocationHandle", "cuMemExportToShareableHandle", "cuMemRelease"]
+)
+def test_a_descriptor_that_cannot_be_had_leaves_nothing(
+    gpu: FakeGpu, driver: Driver, name: str
+) -> None:
+    address = gpu.alloc(1 << 20, kind="virtual", types=1)
+    driver.export(address, 0)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    gpu.fail(name, 801)
+    with pytest.raises(CudaError, match=f"{name} failed with 801: not supported"):
+        driver.export_fd(address)
+    gpu.fail("", 0)
+    if name != "cuMemRelease":
+        assert gpu.handles() == 0
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
@@ -138,6 +177,30 @@ def test_kv_memory_on_a_gpu_is_exported_once(gpu: FakeGpu, monkeypatch: pytest.M
     memory.close()
 
 
+def test_virtual_kv_memory_goes_with_its_descriptor_and_anew_after_a_sleep(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "Driver", lambda: Driver(str(library())))
+    memory = KvMemory()
+    address = gpu.alloc(1 << 20, kind="virtual", types=1)
+    kv = tensor(address, 1 << 20)
+    first = memory.find(kv)
+    (handle,) = memory.handles()
+    assert (handle.memory.kind, handle.fd) == ("cuda-fd", first.fd)
+    assert first.fd is not None
+    memory.forget(closed=True)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(first.fd)
+    second = memory.find(kv)
+    memory.forget(closed=False)
+    assert second.fd is not None
+    os.fstat(second.fd)  # a sidecar may still be told of it
+    assert memory.find(kv).fd != second.fd
+    memory.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(second.fd)
+
+
 def test_other_memory_is_refused() -> None:
     strange = tensor(4096, 4096)
     strange.device.type = "xpu"
@@ -194,6 +257,14 @@ def test_a_word_that_cannot_be_written_raises(gpu: FakeGpu, driver: Driver) -> N
         fence.done(9)
     assert words(fence) == (0, 0), "nobody is told of a step that may not have come so far"
     fence.close()
+
+
+def test_the_stream_is_of_the_memorys_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device the thread uses otherwise."""
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=40 + device)
+    )
+    assert worker_half._current_stream(1) == 41
 
 
 def test_the_library_is_the_drivers() -> None:
