@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
+
 from kvferry_sidecar.outcomes.reasons import Reason
 
 jobs_max = 32  # of one record; further ones are counted
@@ -26,7 +28,7 @@ class Why(NamedTuple):
     detail: str = ""
 
 
-class JobEnd(NamedTuple):
+class JobEnd(msgspec.Struct, frozen=True):
     """One settled job. ``stages``: seconds of its slowest rank at its fence, queued, copied."""
 
     kind: str
@@ -42,8 +44,7 @@ class JobEnd(NamedTuple):
 NO_WHY = Why(Reason.NONE)
 
 
-@dataclass(slots=True, eq=False)
-class Record:
+class Record(msgspec.Struct, eq=False):
     """One admission of one request. Token counts are prefixes from token 0, times monotonic.
 
     ``wanted_tokens`` is the longest hit that was possible, ``offered_tokens`` what was leased.

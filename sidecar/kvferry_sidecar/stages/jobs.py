@@ -266,18 +266,16 @@ class Jobs:
 
     def _on_stopped(self, part: Part, now_s: float) -> None:
         """Nothing of the part runs any more: settle the job if it was the last, then report."""
-        part.end = end = self._conclude(part)
-        part.ended_s = now_s
-        part.moved_bytes = sum([result.moved_bytes for _, result in part.results])
+        end = self._conclude(part)
+        part.ended(end, now_s)
         del self._parts[part.key]
         _uncount(self._parts_of, part.key.generation)
         if not part.peer_gone:
             self._core.tombstones.add(part.key.generation, part.run.job.job)
         self._settle_if_decided(part.run)
         seconds = now_s - part.accepted_s
-        stages = part.stages()
         self._core.ledger.end(
-            part.key, end.status, end.reason, part.moved_bytes, seconds, stages=stages
+            part.key, end.status, end.reason, part.moved_bytes, seconds, stages=part.stages
         )
         if not part.peer_gone:
             message = OutcomeMessage(

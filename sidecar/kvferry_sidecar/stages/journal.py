@@ -173,10 +173,8 @@ class Journal:
         if admission.sampled or not shape.whole:
             return
         admission.sampled = True
-        groups, lead = shape.stored_groups(), shape.whole[0]
-        unit_bytes = sum(groups[one].stripe.payload_bytes for one in shape.whole)
-        unit = (groups[lead].unit_tokens, unit_bytes)
-        self.curve.looked_up(admission.keys[lead], unit, span, hit_tokens, now_s)
+        keys = admission.keys[shape.whole[0]]
+        self.curve.looked_up(keys, shape.whole_unit, span, hit_tokens, now_s)
 
     def _hit(
         self, session: Session, admission: Admission, answer: Answer, reached: int, now_s: float
@@ -240,7 +238,7 @@ def _end_of(run: JobRun) -> JobEnd:
             status, reason = part.end.status, part.end.reason
     job = run.job
     end_tokens = job.total_tokens if isinstance(job, LoadJob) else job.end_tokens
-    stages = slowest.stages() if slowest is not None else (0.0, 0.0, 0.0)
+    stages = slowest.stages if slowest is not None else (0.0, 0.0, 0.0)
     return JobEnd(
         run.work.kind, status, reason, end_tokens, moved_bytes, run.opened_s, ended_s, stages
     )

@@ -88,12 +88,17 @@ class Part:
     ended_s: float = 0.0
     moved_bytes: int = 0  # by its copies, also when they failed; set at its end
 
-    def stages(self) -> tuple[float, float, float]:
-        """Seconds of an ended part at its fence, in the queue and at the copy engine."""
-        ended_s = self.ended_s
-        passed_s = self.passed_s or ended_s
-        started_s = self.started_s or ended_s
-        return passed_s - self.accepted_s, started_s - passed_s, ended_s - started_s
+    # Seconds at its fence, in the queue and at the copy engine; set at its end.
+    stages: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def ended(self, end: End, now_s: float) -> None:
+        """Nothing of it runs any more."""
+        self.end, self.ended_s = end, now_s
+        passed_s = self.passed_s or now_s
+        started_s = self.started_s or now_s
+        self.stages = (passed_s - self.accepted_s, started_s - passed_s, now_s - started_s)
+        for _, result in self.results:
+            self.moved_bytes += result.moved_bytes
 
 
 @dataclass(slots=True, eq=False)

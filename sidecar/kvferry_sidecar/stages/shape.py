@@ -40,6 +40,9 @@ class SessionShape:
     _stored: tuple[GroupShape, ...] = field(init=False)  # asked for several times a message
     _whole: tuple[int, ...] = field(init=False)
     group_ids: frozenset[int] = field(init=False)
+    whole_unit: tuple[int, int] = field(
+        init=False
+    )  # of the first of `whole`: tokens; of all: bytes
 
     def __post_init__(self) -> None:
         """Work out once what every lookup asks for."""
@@ -51,6 +54,9 @@ class SessionShape:
         )
         object.__setattr__(self, "_stored", stored)
         object.__setattr__(self, "_whole", whole)
+        unit_bytes = sum(stored[one].stripe.payload_bytes for one in whole)
+        unit_tokens = stored[whole[0]].unit_tokens if whole else 0
+        object.__setattr__(self, "whole_unit", (unit_tokens, unit_bytes))
         object.__setattr__(self, "group_ids", frozenset(group.group for group in self.groups))
 
     @property
