@@ -8,7 +8,7 @@ all ranks free it, once per job.
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +27,8 @@ class JobOrder(NamedTuple):
     """One job for every rank: encoded once, forwarded byte for byte with its raw ``frames``.
 
     ``epoch`` is the sidecar's that gave the lease or announced the save rules; another one
-    refuses. ``request`` is the id a load is reported under.
+    refuses. ``request`` is the id a load is reported under. ``further``: the epochs of the
+    sidecars beside the ranks of further nodes.
     """
 
     job: int
@@ -35,6 +36,11 @@ class JobOrder(NamedTuple):
     epoch: int
     body: bytes
     frames: tuple[bytes, ...]
+    further: Mapping[int, int] = {}
+
+    def epoch_for(self, rank: int) -> int:
+        """Return the epoch of the sidecar that this rank must submit to."""
+        return self.further.get(rank, self.epoch)
 
 
 class Report(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,8 @@ from kvferry_connector.client import Client
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.half import Half
 from kvferry_connector.link import Link
+from kvferry_connector.meta import FerryWorkerMetadata
+from kvferry_connector.nodes import HERE, Nodes
 from kvferry_connector.requests import Admission, EngineRequest, Limits, Phase, Send, Tracked
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.attach import RegisterEngine
@@ -30,6 +33,7 @@ class Lookup:
         self._align = engine.alignment_tokens
         self._count = count
         self._limits = Limits(config.probe_ms_max / 1000, config.hint_fresh_ms / 1000)
+        self._patient = Limits(math.inf, self._limits.hint_fresh_s)
         self._open: dict[int, Tracked] = {}  # admissions the sidecar may talk about
         self._live: set[int] = set()
         self._releases: list[int] = []
@@ -37,15 +41,18 @@ class Lookup:
         self._waited = False
         self.stirred = False  # whether end_step has something to do
         self.client: Client | None = None
+        self.nodes: Nodes | None = None  # the further ones, if there are any
         self.hear_event: Callable[[hot.Stored | hot.Removed], None] = lambda _: None
 
     def link(self) -> Link | None:
-        """Return the link when the sidecar may be asked: ready and not silent."""
+        """Return the link when the sidecar may be asked (on every node): ready and not silent."""
         client = self.client
         if client is None:
             return None
         link = client.link()
-        return link if link is not None and link.ready and not client.silent() else None
+        if link is None or not link.ready or client.silent():
+            return None
+        return link if self.nodes is None or self.nodes.ready(link.save_rules) else None
 
     def begin(self, tracked: Tracked) -> None:
         """Watch a new admission."""
@@ -66,6 +73,8 @@ class Lookup:
             return 0, link
         self._receive(link, 0)
         cap, epoch, limits = self._cap(tracked.request), link.epoch, self._limits
+        if self.nodes is not None and self.nodes.early(admission.number):
+            limits = self._patient
         if admission.bound_tokens is not None:
             cap = min(cap, admission.bound_tokens // self._align * self._align)
         decision = admission.ask(time.monotonic(), local_tokens, cap, epoch, limits)
@@ -91,6 +100,8 @@ class Lookup:
         if self._open.pop(admission.number, None) is not None and admission.epoch:
             self._releases.append(admission.number)
             self.stirred = True
+        if self.nodes is not None:
+            self.nodes.forget(admission.number)
         self.unlease(admission)
 
     def unlease(self, admission: Admission) -> None:
@@ -108,9 +119,12 @@ class Lookup:
             return
         client.set_live(self._asks, sorted(self._live))
         link = client.link() if releases else None
-        if link is not None:
-            for first in range(0, len(releases), ids_max):
-                client.send(link, hot.Release(releases[first : first + ids_max]))
+        for first in range(0, len(releases), ids_max):
+            release = hot.Release(releases[first : first + ids_max])
+            if link is not None:
+                client.send(link, release)
+            if self.nodes is not None:
+                self.nodes.relay(release)
 
     def tell_pace(self, token_ns: int) -> None:
         """Have heartbeats say what a token of prefill costs."""
@@ -122,6 +136,8 @@ class Lookup:
         link = self.client.link() if self.client is not None else None
         if self.client is not None and link is not None:
             self.client.send(link, hot.Cancel(job))
+        if self.nodes is not None:
+            self.nodes.relay(hot.Cancel(job))
 
     def _cap(self, request: EngineRequest) -> int:
         """Return the longest hit allowed: an aligned boundary strictly below its length."""
@@ -129,8 +145,9 @@ class Lookup:
         return tokens // self._align * self._align
 
     def _send(self, link: Link, message: hot.FromHalf, raw: tuple[bytes, ...] = ()) -> bool:
+        """Send to the sidecars of all nodes: a question that one of them lacks is not asked."""
         if self.client is not None and self.client.send(link, message, raw):
-            return True
+            return self.nodes is None or self.nodes.relay(message, raw)
         self._count("sends_refused")
         return False
 
@@ -155,12 +172,20 @@ class Lookup:
         return True
 
     def _send_ask(self, admission: Admission, link: Link, local: int, cap: int) -> bool:
-        """Send an Ask, and wait for its answer if nothing was waited for in this step yet."""
+        """Send an Ask, and wait for its answer if nothing was waited for in this step yet.
+
+        An answer of further nodes is never there in the same step.
+        """
         if not self._send(link, hot.Ask(admission.number, self._asks + 1, local, cap)):
             return False
         self._asks += 1
+        anew = admission.first_ask_s is None
         admission.asked(time.monotonic(), self._asks, local)
         self._mark(admission)
+        if self.nodes is not None:
+            self.nodes.asked(admission.number, self._asks, anew=anew)
+            self.stirred = True
+            return True
         wait_s = 0.0 if self._waited else self._config.lookup_wait_us_max * 1e-6
         self._waited = self.stirred = True
         deadline = time.perf_counter() + wait_s
@@ -169,6 +194,22 @@ class Lookup:
             if not self._receive(link, left_us) or left_us == 0:
                 break
         return True
+
+    def hear_nodes(self, meta: FerryWorkerMetadata) -> None:
+        """Take what deputies learned. A sidecar that is another one knows no admission."""
+        nodes = self.nodes
+        if nodes is None:
+            return
+        others = [rank for rank, state in meta.nodes.items() if nodes.note(rank, state)]
+        if others:
+            for tracked in self._open.values():
+                if tracked.admission.phase < Phase.LOADING:
+                    tracked.admission.void()
+                    self._mark(tracked.admission)
+        link, now_s = self.link(), time.monotonic()
+        for rank, epoch, message in meta.heard:
+            if link is not None and nodes.is_current(rank, epoch):
+                self._take(link, message, now_s, rank)
 
     def poll(self) -> None:
         """Take what the sidecar said meanwhile, without an ask."""
@@ -185,18 +226,52 @@ class Lookup:
             if isinstance(message, hot.Stored | hot.Removed):
                 self.hear_event(message)
                 continue
-            number = getattr(message, "admission", 0)  # outcomes and job states have none
-            tracked = self._open.get(number)
-            if tracked is not None and tracked.admission.epoch == link.epoch:
-                self._hear(tracked.admission, message, now_s)
-                self._mark(tracked.admission)
+            self._take(link, message, now_s, HERE)
         return bool(messages)
 
-    def _hear(self, admission: Admission, message: hot.FromSidecar, now_s: float) -> None:
+    def _take(self, link: Link, message: hot.FromSidecar, now_s: float, node: int) -> None:
+        """Take what a node's sidecar said of an admission that it knows."""
+        number = getattr(message, "admission", 0)  # outcomes and job states have none
+        tracked = self._open.get(number)
+        if tracked is None or tracked.admission.epoch != link.epoch:
+            return
+        if isinstance(message, hot.Answer) and self.nodes is not None:
+            self._agree(tracked.admission, message, link, node)
+        else:
+            self._hear(tracked.admission, message, now_s, node)
+        self._mark(tracked.admission)
+
+    def _agree(self, admission: Admission, answer: hot.Answer, link: Link, node: int) -> None:
+        """Take one node's answer: with the last, the hit that all gave, or a shorter question.
+
+        What fits one node's groups at its own length need not fit at another's: all are asked again
+        with the shortest as bound, until they agree.
+        """
+        assert self.nodes is not None
+        hit = answer.hit_tokens // self._align * self._align
+        gathered = self.nodes.answered(admission.number, node, answer, hit)
+        if gathered is None or admission.phase is not Phase.ASKING:
+            return
+        (hits, sources), local = gathered, admission.local_tokens
+        if min(hits) > local and min(hits) < max(hits):
+            self._send_ask(admission, link, local, min(hits))
+            return
+        if max(hits) > local >= min(hits):  # what some leased is of no use
+            self._asks += 1
+            self._send(link, hot.Ask(admission.number, self._asks, local, local))
+        if admission.answered(time.monotonic(), admission.seq, min(hits), sources):
+            self._count("answers_hit" if admission.leased else "answers_miss")
+
+    def _hear(
+        self, admission: Admission, message: hot.FromSidecar, now_s: float, node: int
+    ) -> None:
         if isinstance(message, hot.NeedFull):
             admission.void()
         elif isinstance(message, hot.Hint):
-            admission.hinted(now_s, message.hit_tokens)
+            least = stored = message.hit_tokens
+            if self.nodes is not None:
+                least, stored = self.nodes.hinted(admission.number, node, least)
+            admission.hinted(now_s, least, stored)
         elif isinstance(message, hot.Answer):
             hit = message.hit_tokens // self._align * self._align
             if admission.answered(now_s, message.seq, hit, message.sources):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -13,8 +15,36 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.jobs import JobOrder, Report
+from kvferry_connector.wire import hot
+from kvferry_connector.wire.attach import RegisterEngine
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Relay(NamedTuple):
+    """Scheduler half to its deputies on further nodes: ``engines`` by deputy's rank, if new.
+
+    ``messages`` with their raw frames are for every node's sidecar, in this order.
+    """
+
+    engines: Mapping[int, RegisterEngine]
+    messages: tuple[tuple[hot.FromHalf, tuple[bytes, ...]], ...]
+
+
+class NodeState(NamedTuple):
+    """A deputy's sidecar: its epoch while it may be asked, else 0; ``trouble``: why it refused."""
+
+    epoch: int
+    save_rules: tuple[str, ...] = ()
+    trouble: str = ""
+
+
+class Heard(NamedTuple):
+    """What the sidecar of ``epoch`` said to the deputy of this rank."""
+
+    rank: int
+    epoch: int
+    message: hot.Hint | hot.Answer | hot.NeedFull | hot.Error
 
 
 @dataclass
@@ -22,6 +52,7 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not f
     """Scheduler half to worker halves: the number of the step and its jobs.
 
     ``rotation`` counts the namespace versions: what a load of an older one brought is stale.
+    ``relay``: what deputies on further nodes are to do.
 
     A fresh object each step (not a shared one): with two batches in flight the first is still
     to be executed when the second is built.
@@ -31,13 +62,19 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not f
     loads: tuple[JobOrder, ...] = ()
     saves: tuple[JobOrder, ...] = ()
     rotation: int = 0
+    relay: Relay | None = None
 
 
 @dataclass
 class FerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not followed
-    """Worker halves to scheduler half: reports by job."""
+    """Worker halves to scheduler half: reports by job, and what deputies learned.
+
+    ``nodes``: states of sidecars that changed, by deputy's rank.
+    """
 
     reports: dict[int, list[Report]] = field(default_factory=dict)
+    nodes: dict[int, NodeState] = field(default_factory=dict)
+    heard: list[Heard] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
         """Return the reports of both. Raises TypeError for another connector's metadata."""
@@ -46,7 +83,7 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # v
         merged = {job: list(reports) for job, reports in self.reports.items()}
         for job, reports in other.reports.items():
             merged.setdefault(job, []).extend(reports)
-        return FerryWorkerMetadata(merged)
+        return FerryWorkerMetadata(merged, self.nodes | other.nodes, self.heard + other.heard)
 
 
 @dataclass(frozen=True)

@@ -134,11 +134,11 @@ class Admission:
         self.stored_tokens = hit_tokens
         return True
 
-    def hinted(self, now_s: float, hit_tokens: int) -> None:
-        """Take a hint: what the store held at ``now_s``, unleased."""
+    def hinted(self, now_s: float, hit_tokens: int, stored_tokens: int) -> None:
+        """Take a hint: what the store held at ``now_s``, unleased, and so far on every node."""
         self.hint_tokens, self.hint_s = hit_tokens, now_s
         if self.phase < Phase.LOADING:
-            self.stored_tokens = max(self.stored_tokens, hit_tokens)
+            self.stored_tokens = max(self.stored_tokens, stored_tokens)
 
     def void(self) -> None:
         """Forget what a sidecar said: it does not know this admission (any more).

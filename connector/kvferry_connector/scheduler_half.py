@@ -24,6 +24,7 @@ from kvferry_connector.jobs import NO_EPOCH, JobOrder, Jobs, cut_tables, pack_id
 from kvferry_connector.log import logger
 from kvferry_connector.lookup import Lookup, MakeClient
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry_connector.nodes import Nodes, by_node, spread
 from kvferry_connector.pace import Pace
 from kvferry_connector.requests import Admission, Phase, Tracked
 from kvferry_connector.saves import Saver
@@ -100,27 +101,31 @@ class SchedulerHalf:
     # --- life of the engine ------------------------------------------------------------------
 
     def attach(self, handshakes: Iterable[FerryHandshake]) -> None:
-        """Start towards the sidecar that serves all these ranks; later calls do nothing.
+        """Start towards this node's sidecar, and have deputies do so on further ones, once.
 
-        Ranks without a handshake, or beside another sidecar, leave the engine without a cache:
-        a job ends only when every rank has reported it.
+        Ranks without a handshake leave the engine without a cache: a job ends only when every rank
+        has reported it. So does a scheduler half that has no rank beside it.
         """
         if self._lookup.client is not None:
             return
         here = FerryHandshake.of(-1, self._config)
         # Under a MultiConnector these may be another connector's: vLLM takes the first child's.
         ours = [shake for shake in handshakes if isinstance(shake, FerryHandshake)]
-        ranks = sorted(shake.rank for shake in ours if shake.beside(here))
-        if len(ranks) != self._world_size:
+        ranks, *further = by_node(ours, here)
+        if not ranks or len(ours) != self._world_size:
             self.stats.count("ranks_missing")
             logger.error(
-                "only ranks %s of %d use the sidecar in %s of this host: the cache stays off. All "
-                "ranks must run on one node with the same run_dir, registering without an error. A "
-                "MultiConnector must name FerryConnector before connectors that shake hands",
-                ranks, self._world_size, here.run_dir,
+                "only ranks %s of %d use a sidecar, %s of them the one in %s of this host: the "
+                "cache stays off. All ranks must register without an error, one of them beside the "
+                "scheduler with its run_dir. A MultiConnector must name FerryConnector before "
+                "connectors that shake hands",
+                sorted(shake.rank for shake in ours), self._world_size, ranks, here.run_dir,
             )  # fmt: skip
             return
-        registration = msgspec.structs.replace(self._engine, ranks=ranks, version=self._version)
+        engine = msgspec.structs.replace(self._engine, version=self._version)
+        registration, *others = spread(engine, [ranks, *further])
+        if others:
+            self._lookup.nodes = Nodes(others, self.stats.count)
         client = self._make_client(self._config, self._half, registration)
         client.start()
         self._lookup.client = client
@@ -148,15 +153,21 @@ class SchedulerHalf:
         self.stats.count("rotations")
         if self._lookup.client is not None:
             self._lookup.client.rotate(self._version)
+            if self._lookup.nodes is not None:
+                self._lookup.nodes.rotate(self._version)
             for admission in (tracked.admission for tracked in self._requests.values()):
                 if admission.phase is Phase.LOADING and admission.job in self._jobs:
                     self._lookup.cancel(admission.job)
 
     def pending(self) -> bool:
-        """Whether the engine must keep stepping for reports: ``awake_ms_max`` since the last one.
+        """Whether the engine must keep stepping: for further nodes, or for reports.
 
-        Giving up rotates the version (fail closed); blocks stay pinned until they are reported.
+        For these ``awake_ms_max`` since the last one. Giving up rotates the version (fail closed);
+        blocks stay pinned until they are reported.
         """
+        nodes = self._lookup.nodes
+        if nodes is not None and nodes.pending():
+            return True
         if not self._jobs or self._gave_up:
             return False
         if time.monotonic() - self._progress_s < self._config.awake_ms_max / 1000:
@@ -171,8 +182,10 @@ class SchedulerHalf:
         client = self._lookup.client
         if client is None:
             return "stopped", 0
-        link = client.link()
-        return client.state, 0 if link is None else link.epoch
+        link, state = client.link(), client.state
+        if state == "ready" and self._lookup.nodes is not None and self._lookup.link() is None:
+            state = "registered"  # a further node is not there yet
+        return state, 0 if link is None else link.epoch
 
     def shutdown(self) -> None:
         """Leave the sidecar."""
@@ -330,17 +343,19 @@ class SchedulerHalf:
             self._saver.advance(output, self._step, self._version)
         if self._lookup.stirred:
             self._lookup.end_step()
-        if self._loads or self._saver.orders:
+        if self._loads or self._saver.orders or self._lookup.nodes is not None:
             return self._take_orders()
         return FerryMetadata(self._step, rotation=self._rotation)
 
     def _take_orders(self) -> FerryMetadata:
         if self._saver.orders:
             self._progress()
-        loads, saves = tuple(self._loads), tuple(self._saver.orders)
-        metadata = FerryMetadata(self._step, loads, saves, self._rotation)
+        loads, saves, nodes = tuple(self._loads), tuple(self._saver.orders), self._lookup.nodes
         self._loads, self._saver.orders = [], []
-        return metadata
+        if nodes is None:
+            return FerryMetadata(self._step, loads, saves, self._rotation)
+        loads, saves = nodes.address(loads), nodes.address(saves)
+        return FerryMetadata(self._step, loads, saves, self._rotation, nodes.take())
 
     def abandon_step(self) -> FerryMetadata:
         """After an exception in ``build``: give this step's saves up and fail its loads."""
@@ -349,8 +364,11 @@ class SchedulerHalf:
         return self._take_orders()
 
     def reported(self, meta: FerryWorkerMetadata) -> None:
-        """Take the ranks' reports: free pins, close jobs."""
-        self._progress()
+        """Take the ranks' reports: free pins, close jobs. And what deputies learned."""
+        if meta.reports:
+            self._progress()
+        if meta.nodes or meta.heard:
+            self._lookup.hear_nodes(meta)
         for number, reports in meta.reports.items():
             for report in reports:
                 job = self._jobs.report(number, report)

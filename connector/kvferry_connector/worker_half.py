@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvferry_connector.client import Client
+from kvferry_connector.deputy import Deputy
 from kvferry_connector.describe import describe_rank
 from kvferry_connector.export import FencePage, KvMemory
 from kvferry_connector.half import Half
 from kvferry_connector.jobs import JobOrder, Report
 from kvferry_connector.log import logger
-from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata, Relay
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.codec import ids_max
@@ -69,6 +70,7 @@ class WorkerHalf:
         self._client: Client | None = None
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._serial, self._asleep = 0, False
+        self._deputy: Deputy | None = None  # on a further node, in one of its ranks
         self._bound: FerryMetadata | None = None  # the step that runs
         self._open: dict[int, OpenJob] = {}
         self._reports: dict[int, Report] = {}  # not yet on their way to the scheduler half
@@ -101,13 +103,11 @@ class WorkerHalf:
         if self._client is not None:
             return
         self._kv_caches = kv_caches
-        vllm_config, registration = self._vllm_config, self._describe()
+        registration = self._describe()
         if self._memory.driver is not None:
             device = self._memory.device
             self._fence.follow(self._memory.driver, lambda: _current_stream(device))
-        engine_id = vllm_config.kv_transfer_config.engine_id
-        half = Half("worker", engine_id, vllm_config.instance_id, self._rank, self._fence.fd)
-        client = Client(self._config, half, registration, self._memory.handles())
+        client = Client(self._config, self._half(), registration, self._memory.handles())
         client.set_acks(self._acks)
         client.start()
         self._client = client
@@ -154,6 +154,11 @@ class WorkerHalf:
             client.lend(self._describe(), self._memory.handles())
             self._asleep = False
 
+    def _half(self) -> Half:
+        config = self._vllm_config
+        ids = (config.kv_transfer_config.engine_id, config.instance_id)
+        return Half("worker", *ids, self._rank, self._fence.fd)
+
     def handshake(self) -> FerryHandshake | None:
         """Return where this rank lives; None when its memory could not be registered."""
         return None if self._client is None else FerryHandshake.of(self._rank, self._config)
@@ -161,6 +166,9 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """Leave the sidecar and close what it was lent."""
         client, self._client = self._client, None
+        deputy, self._deputy = self._deputy, None
+        if deputy is not None:
+            deputy.close()
         if client is not None:
             client.close()
             self._memory.close()
@@ -172,8 +180,18 @@ class WorkerHalf:
         """The step's blocks are zeroed and copied: loads may start into them."""
         self._bound, self._rotation = metadata, metadata.rotation
         self._fence.bound(metadata.step)
+        if metadata.relay is not None:
+            self._relay(metadata.relay)
         if metadata.loads:
             self._submit(metadata.loads, is_load=True)
+
+    def _relay(self, relay: Relay) -> None:
+        """Do a deputy's part of the step, where this rank is one."""
+        engine = relay.engines.get(self._rank)
+        if self._deputy is None and engine is not None:
+            self._deputy = Deputy(self._config, self._half(), engine)
+        if self._deputy is not None:
+            self._deputy.obey(relay)
 
     def end_forward(self) -> None:
         """The step's KV is written: saves may read it."""
@@ -200,11 +218,11 @@ class WorkerHalf:
         now_s = time.monotonic()
         for order in orders:
             load_of = order.request if is_load else ""
-            if client is None or link is None or order.epoch != link.epoch:
+            if client is None or link is None or order.epoch_for(self._rank) != link.epoch:
                 away = "unregistered" if self._asleep else "sidecar_away"
                 self._report(order.job, load_of, "failed", away)
             elif client.send(link, hot.Submit(order.body), order.frames):
-                self._open[order.job] = OpenJob(order.epoch, load_of, now_s, self._rotation)
+                self._open[order.job] = OpenJob(link.epoch, load_of, now_s, self._rotation)
             else:
                 self._report(order.job, load_of, "failed", "submit_refused")
 
@@ -229,6 +247,8 @@ class WorkerHalf:
                 self._poll(client, now_s)
             if self._acks:
                 self._acknowledge(client, now_s)
+        if self._deputy is not None:
+            self._deputy.listen()
         if not self._finished:
             return _NOTHING
         finished, self._finished = self._finished, set()
@@ -237,10 +257,12 @@ class WorkerHalf:
 
     def worker_metadata(self) -> FerryWorkerMetadata | None:
         """Return the reports since the last call, None when there are none."""
-        if not self._reports:
+        nodes, heard = self._deputy.take() if self._deputy is not None else ({}, [])
+        if not self._reports and not nodes and not heard:
             return None
         reports, self._reports = self._reports, {}
-        return FerryWorkerMetadata({job: [report] for job, report in reports.items()})
+        merged = {job: [report] for job, report in reports.items()}
+        return FerryWorkerMetadata(merged, nodes, heard)
 
     def _poll(self, client: Client, now_s: float) -> None:
         link = client.link()

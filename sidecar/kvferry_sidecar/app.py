@@ -130,8 +130,7 @@ class App:
         self._build_sockets(stack)
         self._build_desk()
         self._drain_until_s: float | None = None
-        self._asked = False  # to end, by a signal
-        self._socket_check_s = 0.0
+        self._asked, self._socket_check_s = False, 0.0  # asked to end, by a signal
         self._add_tickers()
         self._faults.start(self._pipeline.on_copies)
         log.info(
@@ -266,7 +265,7 @@ class App:
         )
 
     def _build_sessions(self, stack: contextlib.ExitStack) -> None:
-        config, limits = self._config, self._config.limits
+        config, limits, remote = self._config, self._config.limits, self._config.tiers.remote
         self._liveness = Liveness(self._loop, self._on_dead)
         stack.callback(self._liveness.close)
         self._registry = Registry(
@@ -279,6 +278,7 @@ class App:
             log=self._log,
             retention=config.retention,
             tenants=tenants.parse(config.namespaces.bound),
+            shared_store=bool(remote.url) and remote.policy != "none",
         )
 
     def _build_sockets(self, stack: contextlib.ExitStack) -> None:

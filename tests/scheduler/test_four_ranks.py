@@ -249,19 +249,3 @@ def names_told(engine: EngineOfRanks, kind: type) -> dict[int, set[bytes]]:
             assert names.isdisjoint(event.block_hashes), "told once"
             names.update(event.block_hashes)
     return told
-
-
-def test_ranks_of_two_nodes_are_served_by_neither(
-    sidecar: SidecarUnderTest, engine: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two run directories stand for two nodes. Nothing is half offered, saved or waited for."""
-    with running_sidecar() as other, engine(PER_RANK, ranks=2, apart=other.run_dir) as apart:
-        assert apart.connector.attachment() == ("stopped", 0)
-        assert "only ranks [0] of 2" in caplog.text
-        for sidecar_of_rank, rank in ((sidecar, 0), (other, 1)):
-            wait_until(lambda one=sidecar_of_rank: one.status()["sessions"], "the rank is there")
-            (session,) = sidecar_of_rank.status()["sessions"]
-            assert [half["rank"] for half in session["halves"]] == [rank]
-            assert not session["ready"]
-        assert [apart.run(name, prompt(3)) for name in ("cold", "again")] == [0, 0]
-        assert moved(sidecar) == moved(other) == (0, 0)

@@ -60,20 +60,21 @@ class EngineOfRanks:
     def __init__(
         self, folder: Path, run_dir: Path, specs: Mapping[str, Any], *,
         ranks: int = 4, batch: int = 1024, kv_bytes: int = 4 << 20, draft_tokens: int = 0,
-        kv_events: bool = False, hybrid: bool = True, dcp: int = 1,
+        kv_events: bool = False, hybrid: bool = True, dcp: int = 1, stages: int = 1,
         apart: Path | None = None,  # run directory of the ranks after the first: another node's
     ) -> None:  # fmt: skip
         self._draft_tokens, self._dcp = draft_tokens, dcp
-        vllm_config = _make_config(folder, run_dir, specs, (ranks, dcp), batch, draft_tokens)
+        parallel = (ranks // stages, dcp, stages)
+        vllm_config = _make_config(folder, run_dir, specs, parallel, batch, draft_tokens)
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
         vllm_config.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=kv_events, publisher="null"
         )
         register_all_kvcache_specs(vllm_config)
         init_none_hash(sha256_cbor)
-        configs = get_kv_cache_configs(
-            vllm_config, [dict(specs) for _ in range(ranks)], [kv_bytes] * ranks
-        )
+        items = list(specs.items())  # of which each stage has every n-th
+        of_ranks = [dict(items[rank * stages // ranks :: stages]) for rank in range(ranks)]
+        configs = get_kv_cache_configs(vllm_config, of_ranks, [kv_bytes] * ranks)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._pipes, self._processes = [], []
         for rank, kv_config in enumerate(configs):
@@ -133,26 +134,28 @@ class EngineOfRanks:
         return events
 
     def _hear(self, rank: int) -> Any:
-        wait_until(
-            lambda: self._pipes[rank].poll() or not self._processes[rank].is_alive(),
-            f"rank {rank} answers",
-            deadline_s=ANSWER_S,
-        )
-        return self._pipes[rank].recv()
+        pipe, process = self._pipes[rank], self._processes[rank]
+        answered = f"rank {rank} answers"
+        wait_until(lambda: pipe.poll() or not process.is_alive(), answered, deadline_s=ANSWER_S)
+        return pipe.recv()
 
     def run(self, name: str, tokens: Sequence[int], max_tokens: int = 1) -> int:
         """Run one request to its end and until its saves are reported; returns the hit."""
+        before = self.counts["loaded_tokens"]
+        self.add(name, tokens, max_tokens)
+        wait_until(self._ended, f"{name} ends", every_s=0.0)
+        self._count()
+        return self.counts["loaded_tokens"] - before
+
+    def add(self, name: str, tokens: Sequence[int], max_tokens: int = 1) -> None:
+        """Have the scheduler run a request in the steps to come."""
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         params.update_from_generation_config({}, 2)
         request = Request(
             request_id=name, prompt_token_ids=list(tokens), sampling_params=params,
             pooling_params=None, block_hasher=self._hasher,
         )  # fmt: skip
-        before = self.counts["loaded_tokens"]
         self.scheduler.add_request(request)
-        wait_until(self._ended, f"{name} ends", every_s=0.0)
-        self._count()
-        return self.counts["loaded_tokens"] - before
 
     def _ended(self) -> bool:
         self.step()
@@ -247,10 +250,10 @@ def engine_of_ranks(
 
 
 def _make_config(
-    folder: Path, run_dir: Path, specs: Mapping[str, Any], sizes: tuple[int, int],
+    folder: Path, run_dir: Path, specs: Mapping[str, Any], sizes: tuple[int, int, int],
     batch: int, draft_tokens: int,
 ) -> VllmConfig:  # fmt: skip
-    """``sizes``: tensor parallel, decode context parallel."""
+    """``sizes``: tensor parallel, decode context parallel, pipeline parallel."""
     model = {**MODEL, "num_attention_heads": 4, "max_position_embeddings": CONTEXT_TOKENS}
     if sizes[1] > 1:  # heads are split first: only ranks that would hold the same share tokens
         model["num_key_value_heads"] = 1
@@ -259,7 +262,7 @@ def _make_config(
     model_config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float16", seed=1)
     parallel_config = ParallelConfig(
         tensor_parallel_size=sizes[0], decode_context_parallel_size=sizes[1],
-        distributed_executor_backend="mp",
+        pipeline_parallel_size=sizes[2], distributed_executor_backend="mp",
     )  # fmt: skip
     speculative_config = None
     if draft_tokens:

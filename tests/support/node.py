@@ -87,7 +87,7 @@ def validate(register: RegisterRank, memories: object) -> RankGeometry | list[at
                 kind=one.kind,
                 block_tokens=one.block_tokens,
                 layout=None,
-                payload_bytes=0,
+                payload_bytes=16 * len(one.layers),
                 num_blocks=register.num_blocks,
                 save_rule="all" if one.kind == "full" else "held",
                 window_tokens=one.window_tokens,
@@ -130,6 +130,7 @@ class Node:
             digest=digest,
             push=self._push,
             log=log,
+            shared_store=True,
         )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.transport = Transport(

@@ -42,6 +42,12 @@ class RedisServer(ServerProcess):
         )
         wait_until(self._answers, "redis answers")
 
+    def flush(self) -> None:
+        """Drop everything it holds."""
+        with socket.create_connection(("127.0.0.1", self.port), 5) as peer:
+            peer.sendall(b"FLUSHALL\r\n")
+            assert peer.recv(16).startswith(b"+OK")
+
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), 1) as peer:

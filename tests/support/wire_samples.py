@@ -55,7 +55,7 @@ MEMORIES = [
 ]
 ATTACH_FROM_PEER: list[attach.FromPeer] = [
     attach.Hello(1, 1, "worker", "engine", "abcde", 0, 42, True, MEMORIES, "x"),
-    attach.RegisterEngine(LIFE, VERSION, [0], 128, 128, 128, "recompute", None, True, 2, True),
+    attach.RegisterEngine(LIFE, VERSION, [0], 128, 128, 128, "recompute", None, True, 2, True, 3),
     attach.RegisterRank(
         serial=1,
         shard=attach.Shard(),

@@ -137,7 +137,7 @@ class RegisterEngine(msgspec.Struct, frozen=True, tag="engine"):
     ``retention_tokens``: distance of the boundaries at which sliding windows are kept; 0 only
     where a request can resume, None at every aligned one. ``kv_events``: it wants to be told what
     its saves stored and what of it left. ``reprefill_tokens`` at the end of what
-    is computed may still be rewritten.
+    is computed may still be rewritten. ``nodes`` over which the engine's ranks are spread.
     """
 
     life: bytes
@@ -151,6 +151,7 @@ class RegisterEngine(msgspec.Struct, frozen=True, tag="engine"):
     use_eagle: bool = False
     reprefill_tokens: int = 0
     kv_events: bool = False
+    nodes: int = 1
 
 
 class RegisterRank(msgspec.Struct, frozen=True, tag="rank"):

@@ -27,6 +27,10 @@ _SAME_ARGUMENTS = "start all ranks of the engine with the same arguments and ver
 # What a pipeline stage has of its own: its layers, and what is said of them.
 _STAGE_IDENTITY = frozenset({"attention_backends"})
 _STAGE_SPEC = frozenset({"backends", "kernel_blocks", "members"})
+_NO_STORE = (
+    "set tiers.remote.url, the same on every node, and no tiers.remote.policy of none: a rank that "
+    "starts on another node finds its part of the cache there"
+)
 _REPORT = "report it with both values: the connector describes its engine inconsistently"
 
 
@@ -48,9 +52,16 @@ def taken(hello: Hello, old: Peer) -> Refused:
     )
 
 
-def check_engine(session: Session, theirs: RegisterEngine, ranks_max: int) -> list[FieldRefusal]:
-    """Compare a scheduler half's registration with itself and the ranks known so far."""
+def check_engine(
+    session: Session, theirs: RegisterEngine, ranks_max: int, *, shared_store: bool
+) -> list[FieldRefusal]:
+    """Compare a scheduler half's registration with itself and the ranks known so far.
+
+    ``shared_store``: what is saved here is written on to a store that nodes share.
+    """
     found = list(_engine_form(theirs, ranks_max))
+    if theirs.nodes > 1 and not shared_store:
+        found.append(FieldRefusal("nodes", f"{theirs.nodes} nodes", "no shared store", _NO_STORE))
     if session.life and theirs.life != session.life:
         found.append(
             FieldRefusal(
@@ -67,6 +78,7 @@ def check_engine(session: Session, theirs: RegisterEngine, ranks_max: int) -> li
             )
         if worker.geometry is not None:
             found += _hash_block(theirs.hash_block_tokens, worker.geometry.hash_block_tokens)
+            found += _bare_groups(theirs, worker.geometry)
             found = found or check_rules(theirs, worker.geometry)
     return found
 
@@ -80,6 +92,7 @@ def check_rank(peer: Peer, theirs: RegisterRank, geometry: RankGeometry) -> list
     scheduler = session.scheduler.registration if session.scheduler is not None else None
     if isinstance(scheduler, RegisterEngine):
         found += _hash_block(theirs.hash_block_tokens, scheduler.hash_block_tokens)
+        found += _bare_groups(scheduler, geometry)
         found = found or check_rules(scheduler, geometry)
     alike: list[Peer] = []
     others: list[Peer] = []
@@ -158,6 +171,16 @@ def _engine_form(theirs: RegisterEngine, ranks_max: int) -> Iterator[FieldRefusa
         )
     if len(set(theirs.ranks)) != len(theirs.ranks) or any(rank < 0 for rank in theirs.ranks):
         yield FieldRefusal("ranks", str(theirs.ranks[:ranks_max]), "distinct, from 0", _REPORT)
+
+
+def _bare_groups(engine: RegisterEngine, geometry: RankGeometry) -> list[FieldRefusal]:
+    """Each node of several says by itself how far a group reaches: it must have layers of it."""
+    bare = [g.group for g in geometry.groups if g.save_rule != "none" and not g.payload_bytes]
+    if engine.nodes == 1 or not bare:
+        return []
+    remedy = "split the pipeline so that each stage has layers of all kinds"
+    text = f"no layers of groups {bare} on this rank, {engine.nodes} nodes"
+    return [FieldRefusal("groups", text, "layers of every group", remedy)]
 
 
 def _hash_block(theirs: int, ours: int) -> list[FieldRefusal]:

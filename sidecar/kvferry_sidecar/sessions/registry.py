@@ -88,8 +88,9 @@ class Registry:
         log: Log,
         retention: str = "engine",
         tenants: Tenants = NOBODY_BOUND,
+        shared_store: bool = False,
     ) -> None:
-        self.tenants = tenants
+        self.tenants, self._shared_store = tenants, shared_store
         self._limits, self._retention = limits, retention
         self._events = events
         self._liveness = liveness
@@ -198,7 +199,9 @@ class Registry:
         session = peer.session
         if peer.role != "scheduler":
             return Refused("role", "a worker half registers with RegisterRank")
-        found = agreement.check_engine(session, message, self._limits.ranks_max)
+        found = agreement.check_engine(
+            session, message, self._limits.ranks_max, shared_store=self._shared_store
+        )
         if found:
             return Refused("engine-refused", "the engine's registration does not fit", found)
         rotated = bool(session.version) and session.version != message.version
@@ -319,13 +322,8 @@ class Registry:
 
     def dead(self, peer: Peer, now_s: float) -> None:
         """The half's process has ended, proven by its pidfd."""
-        self._log.info(
-            "half ended",
-            engine=peer.session.key.engine_id,
-            role=peer.role,
-            rank=peer.rank,
-            generation=peer.generation,
-        )
+        facts = {"role": peer.role, "rank": peer.rank, "generation": peer.generation}
+        self._log.info("half ended", engine=peer.session.key.engine_id, **facts)
         peer.connected = False
         try:
             self._events.on_peer_dead(peer, now_s)

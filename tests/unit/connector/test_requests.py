@@ -87,7 +87,7 @@ def test_an_old_answer_is_asked_for_again_with_its_own_time() -> None:
 def test_fresh_hint_of_nothing_more_answers(hint: int, age_s: float, expected: object) -> None:
     admission = Admission(1, bytes(16))
     admission.probed(5)
-    admission.hinted(1.0, hint)
+    admission.hinted(1.0, hint, hint)
     assert admission.ask(1.0 + age_s, 32, CAP, 5, LIMITS) == expected
 
 
@@ -228,7 +228,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(hit=st.sampled_from([0, 64]))
     def hint(self, hit: int) -> None:
-        self.admission.hinted(self.now_s, hit)
+        self.admission.hinted(self.now_s, hit, hit)
 
     @rule()
     def need_full(self) -> None:

@@ -14,6 +14,8 @@ from kvferry_connector.wire.attach import (
     Rotate,
     Shard,
 )
+from kvferry_sidecar.sessions.agreement import check_engine
+from kvferry_sidecar.sessions.model import Session, SessionKey
 from kvferry_sidecar.sessions.rules import retention_of
 from support.node import Node
 from support.node_messages import VERSION, engine_registration, rank_registration
@@ -298,3 +300,25 @@ def test_only_a_registered_scheduler_half_rotates(node: Node) -> None:
         assert isinstance(answer, Refused)
         assert answer.code == "rotate"
         half.close()
+
+
+def test_an_engine_on_several_nodes_needs_a_shared_store() -> None:
+    session, engine = Session(SessionKey("engine", "one")), engine_registration([0], nodes=2)
+    assert check_engine(session, engine, 8, shared_store=True) == []
+    (refused,) = check_engine(session, engine, 8, shared_store=False)
+    assert (refused.field, refused.theirs) == ("nodes", "2 nodes")
+    assert "tiers.remote.url" in refused.remedy
+    alone = engine_registration([0])
+    assert check_engine(session, alone, 8, shared_store=False) == []
+
+
+@pytest.mark.parametrize("rank_first", [True, False])
+def test_on_several_nodes_each_rank_has_layers_of_every_group(node: Node, rank_first: bool) -> None:
+    worker, _ = attached(node, 0)
+    scheduler, _ = attached(node, -1)
+    pairs = [(worker, stage(0, ["a"], [])), (scheduler, engine_registration([0], nodes=2))]
+    (first, said), (second, says) = pairs if rank_first else reversed(pairs)
+    assert isinstance(registered(first, said), Registered)
+    refusal = refused_fields(registered(second, says))["groups"]
+    assert refusal.theirs == "no layers of groups [1] on this rank, 2 nodes"
+    close_all([first, second])

@@ -53,8 +53,9 @@ def test_what_peers_sent_before_fields_were_appended_reads_as_their_defaults() -
             assert attach.read_from_peer(body) == replace(message, acks=[], token_ns=0)
         if isinstance(message, attach.RegisterEngine):
             engine = replace(
-                message, retention_tokens=0, use_eagle=False, reprefill_tokens=0, kv_events=False
-            )
+                message, retention_tokens=0, use_eagle=False, reprefill_tokens=0, kv_events=False,
+                nodes=1,
+            )  # fmt: skip
             assert attach.read_from_peer(body) == engine
         if isinstance(message, attach.RegisterRank):
             plain = [

@@ -1,0 +1,209 @@
+"""An engine whose ranks live on two nodes (support/two_nodes.py), under vLLM's real Scheduler.
+
+Each rank is a process beside its node's own sidecar; every block that a step reads is compared byte
+by byte on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvferry_connector.requests import Limits
+from support.books import read_status
+from support.four_ranks import EngineOfRanks, engine_of_ranks
+from support.sidecar import running_sidecar
+from support.two_nodes import (
+    TwoNodes,
+    asks,
+    clear_pool,
+    faults,
+    from_store,
+    loaded_bytes,
+    two_nodes,
+    wait_served,
+)
+from support.waiting import wait_until
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import RequestStatus
+
+BLOCK = 64
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float16)
+SWA = SlidingWindowSpec(
+    block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float16, sliding_window=100
+)
+MLA = MLAAttentionSpec(
+    block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float16, max_tp_shards=1
+)
+DENSE = {"a": FULL, "b": FULL}
+WINDOWED = {"a": FULL, "b": SWA}
+NODE_1 = "the node of rank 1 is not served"
+
+
+def prompt(chunks: int, salt: int = 7) -> list[int]:
+    """Whole chunks and one token more: a repeated prompt hits all of them."""
+    return [3 + (salt * number) % 450 for number in range(chunks * BLOCK + 1)]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
+    with two_nodes(tmp_path_factory.mktemp("nodes"), faults__enabled="true") as both:
+        yield both
+
+
+@pytest.mark.parametrize(
+    ("specs", "options"),
+    [
+        (DENSE, {}),
+        (WINDOWED, {"ranks": 4}),
+        ({"a": MLA, "b": MLA}, {}),
+        ({**DENSE, "c": FULL, "d": FULL}, {"ranks": 4, "stages": 2}),
+        (DENSE, {"stages": 2}),
+    ],
+    ids=["tensor parallel", "windows", "replicas", "both", "pipeline"],
+)
+def test_what_all_nodes_saved_is_a_hit_on_all(
+    nodes: TwoNodes, specs: dict[str, Any], options: dict[str, int]
+) -> None:
+    """From the store alone: neither node's pool has anything any more."""
+    tokens = prompt(6)
+    assert nodes.run(specs, "cold", tokens, **options) == 0
+    before = [from_store(one) for one in (nodes.first, nodes.second)]
+    for sidecar in (nodes.first, nodes.second):
+        clear_pool(sidecar)
+    assert nodes.run(specs, "warm", tokens, **options) == 6 * BLOCK
+    after = [from_store(one) for one in (nodes.first, nodes.second)]
+    assert after == [count + 6 * BLOCK for count in before]
+
+
+def test_a_hit_is_what_every_node_has(nodes: TwoNodes) -> None:
+    """And what one node lacks is saved there again, whatever the other one has."""
+    long, short = prompt(6, 11), prompt(3, 11)
+    assert nodes.run(DENSE, "cold", long) == 0
+    nodes.store.flush()
+    clear_pool(nodes.second)
+    assert nodes.run(DENSE, "one node only", short) == 0
+    assert nodes.run(DENSE, "half", long) == 3 * BLOCK
+    assert nodes.run(DENSE, "all", long) == 6 * BLOCK
+
+
+def test_agreement_over_windows_and_unequal_nodes(nodes: TwoNodes) -> None:
+    """A window that only one node has at that length is no hit: both settle for another one."""
+    long, short = prompt(6, 13), prompt(4, 13)
+    assert nodes.run(WINDOWED, "cold", short) == 0
+    assert nodes.run(WINDOWED, "more", long) == 4 * BLOCK
+    nodes.store.flush()
+    clear_pool(nodes.second)
+    assert nodes.run(WINDOWED, "one node only", short) == 0
+    assert nodes.run(WINDOWED, "agreed", long) == 4 * BLOCK
+
+
+def test_a_reset_is_one_on_all_nodes(nodes: TwoNodes) -> None:
+    tokens = prompt(5, 17)
+    with nodes.engine(DENSE) as engine:
+        assert engine.run("cold", tokens) == 0
+        assert engine.scheduler.reset_prefix_cache()
+        wait_served(engine)
+        assert engine.run("after", tokens) == 0, "of another version"
+        assert engine.scheduler.reset_prefix_cache()
+    assert nodes.run(DENSE, "warm", tokens) == 5 * BLOCK, "an engine that was not reset"
+
+
+def test_engine_on_nodes_without_a_shared_store_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the reason, and what to set; it runs without a cache."""
+    with running_sidecar() as first, running_sidecar() as second:
+        start = (tmp_path, first.run_dir, DENSE)
+        with engine_of_ranks(*start, ranks=2, apart=second.run_dir) as engine:
+            wait_until(
+                lambda: stepped(engine) and "the node of rank 1" in caplog.text, "it is told"
+            )
+            assert [engine.run(name, prompt(3)) for name in ("cold", "again")] == [0, 0]
+            assert engine.connector.attachment()[0] == "refused"
+    for who in ("the scheduler was refused", NODE_1):
+        (line,) = {line for line in caplog.messages if who in line}
+        assert "engine 2 nodes, sidecar no shared store (set tiers.remote.url" in line
+
+
+def stepped(engine: EngineOfRanks) -> bool:
+    engine.step()
+    return True
+
+
+def phase_of(engine: EngineOfRanks, name: str) -> str:
+    return str(engine.connector._scheduler._requests[name].admission.phase.name)
+
+
+def load(engine: EngineOfRanks, name: str, tokens: list[int]) -> None:
+    """Step until the request's load is under way."""
+    engine.add(name, tokens)
+    wait_until(lambda: stepped(engine) and phase_of(engine, name) == "LOADING", "it loads")
+
+
+def ended(engine: EngineOfRanks) -> bool:
+    engine.step()
+    return not engine.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("dies", ["first", "second"])
+def test_a_node_that_dies_during_a_load_fails_it_and_comes_back(nodes: TwoNodes, dies: str) -> None:
+    """The request waits until each rank has stopped; then it is computed, and asked for no more."""
+    tokens, more = prompt(6, 21 + len(dies)), prompt(4, 31 + len(dies))
+    dying, other = nodes.first, nodes.second
+    if dies == "second":
+        dying, other = other, dying
+    assert nodes.run(DENSE, "cold", tokens) == 0
+    faults(dying, "hold load")
+    with nodes.engine(DENSE) as engine:
+        before = loaded_bytes(other)
+        load(engine, "warm", tokens)
+        wait_until(lambda: stepped(engine) and loaded_bytes(other) > before, "one has loaded")
+        asked = asks(other)
+        for _ in range(20):
+            engine.step()
+        assert phase_of(engine, "warm") == "LOADING", "the other one has not stopped"
+        dying.kill(signal.SIGKILL)
+        wait_until(lambda: ended(engine), "it is computed", every_s=0.0)
+        assert engine.counts["loads_failed"] == 1
+        assert asks(other) == asked, "nothing shorter is whole on a dead node"
+        dying.start()
+        wait_served(engine)
+        assert engine.run("more", more) == 0
+    nodes.idle()
+    assert nodes.run(DENSE, "back", more) == 4 * BLOCK
+
+
+def test_a_request_that_is_aborted_during_a_load_leaves_nothing_on_any_node(
+    nodes: TwoNodes,
+) -> None:
+    tokens = prompt(6, 41)
+    assert nodes.run(DENSE, "cold", tokens) == 0
+    faults(nodes.second, "hold load")
+    with nodes.engine(DENSE) as engine:
+        load(engine, "warm", tokens)
+        engine.scheduler.finish_requests("warm", RequestStatus.FINISHED_ABORTED)
+        assert engine.scheduler.has_requests(), "its blocks belong to the copies"
+        wait_until(lambda: ended(engine), "every copy has stopped", every_s=0.0)
+    nodes.idle()
+    assert read_status(nodes.second.run_dir)["pipeline"]["ledger"]["cancelled"] == 1
+
+
+def test_a_node_that_hangs_is_a_miss(nodes: TwoNodes) -> None:
+    """In its time, and its answer that comes later is of no use to anybody."""
+    tokens = prompt(6, 43)
+    assert nodes.run(DENSE, "cold", tokens) == 0
+    with nodes.engine(DENSE) as engine:
+        engine.connector._scheduler._lookup._limits = Limits(0.05, 0.05)
+        os.kill(nodes.second.process.pid, signal.SIGSTOP)
+        engine.add("warm", tokens)
+        wait_until(lambda: stepped(engine) and "warm" not in engine.scheduler.requests, "it ends")
+        assert engine.counts["loads"] == 0
+        os.kill(nodes.second.process.pid, signal.SIGCONT)
+        wait_until(lambda: ended(engine), "its saves are reported", every_s=0.0)
+        nodes.idle()
