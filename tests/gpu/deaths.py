@@ -11,6 +11,7 @@ from gpu import device
 from gpu.ipc import memory_of, ms_since
 from gpu.peer import peer
 from gpu.runner import Sizes
+from kvferry_sidecar.engines.cuda_driver import CudaError
 from kvferry_sidecar.engines.cuda_memory import CudaMemories
 from support.waiting import wait_until
 
@@ -36,6 +37,28 @@ def exporter(sizes: Sizes) -> dict[str, Any]:
     if not sizes.small:
         wait_until(lambda: device.free_bytes() >= free_mapped + total_bytes, "its memory is free")
         figures["free after ms"] = ms_since(started_s)
+    return figures
+
+
+def goodbyes(sizes: Sizes) -> dict[str, Any]:
+    """Memory is freed after we have closed it; freeing it before is only noted."""
+    figures: dict[str, Any] = {}
+    with peer() as engine:
+        memories = CudaMemories(device.driver(), structlog.get_logger())
+        opened = memories.open(memory_of(engine.export(sizes.fill_bytes, VALUE)), 1)
+        assert device.read(opened.address, 4096) == bytes([VALUE]) * 4096
+        del opened
+        engine.do("free")
+        opened = memories.open(memory_of(engine.export(sizes.fill_bytes, VALUE)), 2)
+        for name, work in (
+            ("freed while open", lambda: engine.do("free")),
+            ("read after that", lambda: device.read(opened.address, 4096)),
+        ):
+            try:
+                work()
+                figures[name] = 0
+            except CudaError as error:
+                figures[name] = error.code
     return figures
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import byref, c_char_p, c_size_t, c_ubyte, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 
-from kvferry_sidecar.engines.cuda_driver import Driver
+from kvferry_sidecar.engines.cuda_driver import CudaError, Driver, IpcHandle
+
+_UNTIMED, _SHARED = 2, 4  # CUevent_flags
 
 
 @functools.cache
@@ -27,6 +29,70 @@ class DeviceBuffer:
 
     def free(self) -> None:
         driver()("cuMemFree_v2", c_uint64(self.address))
+
+
+_POSIX_FD = 1
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int), ("handle_types", c_int), ("place", c_int), ("device", c_int),
+        ("windows", c_void_p), ("flags", c_ubyte * 8),
+    )  # fmt: skip
+
+
+class VirtualBuffer:
+    """Memory of cuMemCreate, mapped here, as sleep mode and expandable segments have it."""
+
+    def __init__(self, total_bytes: int, types: int = _POSIX_FD) -> None:
+        wanted = _Properties(type=1, handle_types=types, place=1)
+        granule, handle, address = c_size_t(), c_uint64(), c_uint64()
+        driver()("cuMemGetAllocationGranularity", byref(granule), byref(wanted), c_int(0))
+        self.total_bytes = -(-total_bytes // granule.value) * granule.value
+        size = c_size_t(self.total_bytes)
+        driver()("cuMemCreate", byref(handle), size, byref(wanted), c_uint64(0))
+        driver()("cuMemAddressReserve", byref(address), self.total_bytes, 0, 0, 0)
+        self.address = int(address.value)
+        driver()("cuMemMap", self.address, self.total_bytes, 0, handle.value, 0)
+        driver()("cuMemRelease", handle.value)
+        driver().allow(0, self.address, self.total_bytes)
+
+    def free(self) -> None:
+        driver().unmap(self.address, self.total_bytes)
+
+
+class Event:
+    """An event without timing, of this process or of another one."""
+
+    def __init__(self, handle: bytes | None = None, *, shared: bool = False) -> None:
+        self.event = c_void_p()
+        if handle is None:
+            driver()("cuEventCreate", byref(self.event), c_uint(_UNTIMED | _SHARED * shared))
+        else:
+            by_value = IpcHandle.from_buffer_copy(handle)
+            driver()("cuIpcOpenEventHandle", byref(self.event), by_value)
+
+    def handle(self) -> bytes:
+        """Return what another process opens it by."""
+        found = IpcHandle()
+        driver()("cuIpcGetEventHandle", byref(found), self.event)
+        return bytes(found)
+
+    def record(self, stream: c_void_p) -> None:
+        driver()("cuEventRecord", self.event, stream)
+
+    def query(self) -> int:
+        """Return 0 when what was recorded is over, 600 while it is not."""
+        try:
+            driver()("cuEventQuery", self.event)
+        except CudaError as error:
+            return error.code
+        return 0
+
+    def close(self) -> None:
+        driver()("cuEventDestroy_v2", self.event)
 
 
 def fill(address: int, value: int, count: int, stream: int = 0) -> None:

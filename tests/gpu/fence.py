@@ -41,6 +41,30 @@ def order(sizes: Sizes) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def recorded_again(sizes: Sizes) -> dict[str, Any]:
+    """Why fences are words and not events: what an event says after it was recorded again."""
+    buffer, event = device.DeviceBuffer(sizes.fill_bytes), device.Event()
+    figures: dict[str, Any] = {"never recorded": event.query()}
+    busy, idle = device.driver().stream(), device.driver().stream()
+    for name, streams in (
+        ("once", [busy]),
+        ("again, same", [busy, busy]),
+        ("elsewhere", [busy, idle]),
+    ):
+        for stream in streams:
+            if stream is busy:
+                for _ in range(BEFORE):
+                    device.fill(buffer.address, WRONG, buffer.total_bytes, busy.value or 0)
+            event.record(stream)
+        figures[name] = event.query()
+        device.settle()
+        figures[f"{name}, after"] = event.query()
+    event.close()
+    buffer.free()
+    assert not any(code for name, code in figures.items() if "after" in name), "it never ends"
+    return figures
+
+
 def one_round(engine: Peer, page: mmap.mmap, address: int, count: int, value: int) -> float:
     """Wait for the word, then copy; returns microseconds from its sight to the first bytes."""
     engine.do("late", value=value, wrong=WRONG, times=BEFORE)

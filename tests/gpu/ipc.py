@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import time
+from base64 import b64decode
 from typing import Any
 
 import structlog
@@ -13,11 +14,11 @@ from gpu import device
 from gpu.peer import peer, text_of
 from gpu.runner import Env, Sizes
 from kvferry_connector.wire.attach import CudaMemory, Memory
-from kvferry_sidecar.engines.cuda_driver import CudaError
+from kvferry_sidecar.engines.cuda_driver import CudaError, IpcHandle
 from kvferry_sidecar.engines.cuda_memory import CudaMemories
 
 LOG = structlog.get_logger()
-_GDR_CAPABLE, _DMA_BUF_FD = 15, 1
+_LEGACY_CAPABLE, _HANDLE_TYPES, _GDR_CAPABLE, _DMA_BUF_FD, _FABRIC = 10, 14, 15, 1, 8
 
 
 def memory_of(cuda: CudaMemory) -> Memory:
@@ -70,6 +71,69 @@ def own_handle_code(sizes: Sizes) -> int:
         return code_of(EngineDriver().export(buffer.address, 0).handle)
     finally:
         buffer.free()
+
+
+def virtual(sizes: Sizes) -> dict[str, Any]:
+    """Virtual memory has no handle; its descriptor maps it, the number of one does not."""
+    figures: dict[str, Any] = {"fabric code": _create_code(_FABRIC)}
+    own = device.VirtualBuffer(sizes.fill_bytes)
+    handle, at = IpcHandle(), ctypes.c_uint64(own.address)
+    try:
+        device.driver()("cuIpcGetMemHandle", ctypes.byref(handle), at)
+    except CudaError as error:
+        figures["handle code"] = error.code
+    figures["handle types"] = _attribute(_HANDLE_TYPES, own.address)
+    assert figures.get("handle code"), "virtual memory has a handle"
+    assert not _attribute(_LEGACY_CAPABLE, own.address), "it claims to have one"
+    own.free()
+    with peer() as engine:
+        cuda, fd, number = engine.export_virtual(sizes.big_bytes, value=0x5A)
+        memories, memory = CudaMemories(device.driver(), LOG), memory_of(cuda)
+        started_s = time.monotonic()
+        opened = memories.open(memory, 1, fd)
+        figures["map ms"] = ms_since(started_s)
+        os.close(fd)
+        for at_ in (opened.address, opened.address + opened.total_bytes - 4096):
+            assert device.read(at_, 4096) == b"\x5a" * 4096, "another process's bytes differ"
+        started_s = time.monotonic()
+        del opened
+        figures["unmap ms"] = ms_since(started_s)
+        assert not len(memories), "the mapping stayed"
+        try:
+            memories.open(memory, 1, 1000 + number)
+        except CudaError as error:
+            figures["number's code"] = error.code
+    assert figures.get("number's code"), "the number of a descriptor mapped something"
+    return figures
+
+
+def _create_code(types: int) -> int:
+    try:
+        device.VirtualBuffer(2 << 20, types).free()
+    except CudaError as error:
+        return error.code
+    return 0
+
+
+def events(sizes: Sizes) -> dict[str, Any]:
+    """Whether events of another process open: with its /dev/shm, without, and as another user."""
+    alone = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
+    nobody = ("setpriv", "--reuid=65534", "--clear-groups")
+    return {name: _event_code(prefix) for name, prefix in (
+        ("as here", ()), ("without common /dev/shm", alone), ("another user", nobody),
+    )}  # fmt: skip
+
+
+def _event_code(prefix: tuple[str, ...]) -> int | str:
+    done = subprocess.run([*prefix, "true"], check=False, capture_output=True) if prefix else None
+    if done is not None and done.returncode:
+        return "not possible here"
+    with peer(prefix) as engine:
+        try:
+            device.Event(b64decode(engine.do("event")["handle"])).close()
+        except (CudaError, EOFError) as error:
+            return getattr(error, "code", 0) or str(error)
+    return 0
 
 
 def pid_clash(sizes: Sizes) -> dict[str, Any]:

@@ -22,9 +22,12 @@ from gpu.runner import Step, run_all
 # In the order in which their answers matter; together under eight minutes.
 STEPS = (
     Step("A1-open-close", "gpu.ipc:open_close", 30, needed=True),
+    Step("A2-virtual", "gpu.ipc:virtual", 15),
     Step("A3-pid-clash", "gpu.ipc:pid_clash", 20),
     Step("A4-identity", "gpu.ipc:identity", 15),
     Step("B1-fence", "gpu.fence:order", 50, needed=True),
+    Step("B2-events-again", "gpu.fence:recorded_again", 15),
+    Step("B3-events-shared", "gpu.ipc:events", 20),
     Step("C-conformance", "gpu.copies:conformance", 70, needed=True),
     Step("W-whole-sidecar", "gpu.whole:on_gpu", 60, needed=True),
     Step("F-interference", "gpu.load:interference", 70),
@@ -32,6 +35,7 @@ STEPS = (
     Step("E-pinning", "gpu.pinning:pin", 50),
     Step("G1-exporter-killed", "gpu.deaths:exporter", 25, needed=True),
     Step("G2-importer-killed", "gpu.deaths:importer", 25, needed=True),
+    Step("G3-goodbyes", "gpu.deaths:goodbyes", 10),
     Step("H-footprint", "gpu.pinning:footprint", 15),
     Step("I-direct-rdma", "gpu.ipc:direct_rdma", 10),
 )

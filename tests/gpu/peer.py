@@ -9,6 +9,7 @@ import ctypes
 import json
 import mmap
 import os
+import socket
 import subprocess
 import sys
 from base64 import b64decode, b64encode
@@ -33,10 +34,13 @@ class Peer:
     """The process, seen from a step."""
 
     def __init__(self, prefix: Sequence[str] = ()) -> None:
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "gpu.peer"], cwd=TESTS, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "gpu.peer", str(theirs.fileno())],
+                cwd=TESTS, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+            )  # fmt: skip
 
     def send(self, verb: str, **arguments: Any) -> None:
         """Give an order."""
@@ -64,6 +68,12 @@ class Peer:
         """Have it allocate, fill and export memory."""
         found = self.do("alloc", bytes=total_bytes, value=value)
         return msgspec.convert(found["memory"], CudaMemory)
+
+    def export_virtual(self, total_bytes: int, value: int) -> tuple[CudaMemory, int, int]:
+        """Have it do that with virtual memory: how to open it, the descriptor here and there."""
+        found = self.do("virtual", bytes=total_bytes, value=value)
+        _, (fd,), _, _ = socket.recv_fds(self._socket, 1, 1)
+        return msgspec.convert(found["memory"], CudaMemory), fd, found["fd"]
 
     def kill(self) -> None:
         """SIGKILL, and reap; what a fake GPU's memory was made of goes too."""
@@ -97,7 +107,8 @@ class Serving:
     def __init__(self) -> None:
         device.driver()
         self._engine = EngineDriver()
-        self._buffers: list[device.DeviceBuffer] = []
+        self._buffers: list[device.DeviceBuffer | device.VirtualBuffer] = []
+        self._events: list[device.Event] = []
         self._fence = mmap.mmap(-1, 1)
         self._words: StreamWords | None = None
 
@@ -107,6 +118,22 @@ class Serving:
         device.fill(buffer.address, value, bytes)
         device.settle()
         return {"memory": msgspec.to_builtins(self._engine.export(buffer.address, 0))}
+
+    def virtual(self, bytes: int, value: int) -> dict[str, Any]:  # noqa: A002 - a verb's word
+        buffer = device.VirtualBuffer(bytes)
+        self._buffers.append(buffer)
+        device.fill(buffer.address, value, buffer.total_bytes)
+        device.settle()
+        memory = self._engine.export(buffer.address, 0, buffer.total_bytes)
+        fd = self._engine.export_fd(buffer.address)
+        with socket.socket(fileno=os.dup(int(sys.argv[1]))) as to:
+            socket.send_fds(to, [b"!"], [fd])
+        os.close(fd)
+        return {"memory": msgspec.to_builtins(memory), "fd": fd}
+
+    def event(self) -> dict[str, Any]:
+        self._events.append(device.Event(shared=True))
+        return {"handle": text_of(self._events[-1].handle())}
 
     def free(self) -> dict[str, Any]:
         self._buffers.pop().free()

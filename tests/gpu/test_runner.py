@@ -95,7 +95,7 @@ def test_what_else_ends_a_step(error: Exception, verdict: str) -> None:
 def test_steps_are_chosen_by_the_beginning_of_their_name() -> None:
     assert chosen("") == list(STEPS)
     assert [step.name for step in chosen("A1,G")] == [
-        "A1-open-close", "G1-exporter-killed", "G2-importer-killed",
+        "A1-open-close", "G1-exporter-killed", "G2-importer-killed", "G3-goodbyes",
     ]  # fmt: skip
     with pytest.raises(SystemExit):
         main(["--only", "Z9"])

@@ -30,7 +30,7 @@ typedef struct {
     size_t bytes;
     uint64_t id;
     int device, kind, opened;
-    int reserved, no_access;  // of virtual memory that was imported
+    int reserved, no_access, fd;  // of virtual memory that was mapped
     uint64_t types;
     char name[48];
 } Range;
@@ -133,6 +133,7 @@ int fake_alloc(uint64_t* out, size_t bytes, int device, int kind, uint64_t types
 }
 enum { HANDLES = 64 };
 static int handles[HANDLES];  // of virtual memory: descriptors of the objects
+static int handle_types[HANDLES];
 void fake_free_all(void) {
     for (int i = 0; i < HANDLES; ++i) {
         if (handles[i] > 0) close(handles[i]);
@@ -148,7 +149,9 @@ void fake_free_all(void) {
 // A process that ends leaves nothing in /dev/shm; a forked one leaves its parent's alone.
 __attribute__((destructor)) static void at_the_end(void) {
     char own[48];
-    snprintf(own, sizeof own, "/kvferry-fake-gpu-%d-", getpid());
+    snprintf(own, sizeof own, "/kvferry-fake-gpu-%d-event", getpid());
+    shm_unlink(own);
+    *strstr(own, "event") = 0;
     for (int i = 0; i < RANGES; ++i)
         if (ranges[i].bytes && !strncmp(ranges[i].name, own, strlen(own)))
             shm_unlink(ranges[i].name);
@@ -296,6 +299,7 @@ static int keep(uint64_t* out, int fd) {
     for (int i = 0; i < HANDLES; ++i)
         if (!handles[i]) {
             handles[i] = fd;
+            handle_types[i] = 0;
             *out = 1 + i;
             return OK;
         }
@@ -308,7 +312,29 @@ int cuMemRetainAllocationHandle(uint64_t* out, void* at) {
     ENTER;
     Range* r = find((uint64_t)at);
     if (!r || r->kind != 0) return INVALID_VALUE;
-    return keep(out, shm_open(r->name, O_RDWR, 0600));
+    return keep(out, r->reserved ? dup(r->fd) : shm_open(r->name, O_RDWR, 0600));
+}
+typedef struct {
+    int type, types, place, device;
+} Properties;
+int cuMemGetAllocationGranularity(size_t* out, const Properties* wanted, int option) {
+    ENTER;
+    *out = GRANULE;
+    return wanted->type == 1 && wanted->place == 1 && !option ? OK : INVALID_VALUE;
+}
+int cuMemCreate(uint64_t* out, size_t bytes, const Properties* wanted, uint64_t flags) {
+    ENTER;
+    if (wanted->types & 8) return 800;  // no IMEX channel
+    if (wanted->type != 1 || bytes % GRANULE || flags) return INVALID_VALUE;
+    char name[48];
+    snprintf(name, sizeof name, "/kvferry-fake-gpu-%d-v%llu", getpid(),
+             (unsigned long long)next_id++);
+    int fd = shm_open(name, O_CREAT | O_EXCL | O_RDWR, 0600);
+    if (fd < 0 || ftruncate(fd, bytes)) return NO_MEMORY;
+    shm_unlink(name);
+    int rc = keep(out, fd);
+    if (!rc) handle_types[*out - 1] = wanted->types;
+    return rc;
 }
 int cuMemExportToShareableHandle(int* out, uint64_t handle, int type, uint64_t flags) {
     ENTER;
@@ -359,6 +385,9 @@ int cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t
     if (mmap((void*)at, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, *fd, 0) == MAP_FAILED)
         return MAP_FAILED_;
     r->opened = 1;
+    r->fd = dup(*fd);
+    r->id = next_id++;
+    r->types = handle_types[handle - 1];
     return OK;
 }
 int cuMemSetAccess(uint64_t at, size_t bytes, const int* access, size_t count) {
@@ -374,6 +403,7 @@ int cuMemUnmap(uint64_t at, size_t bytes) {
     Range* r = range_at(at, bytes);
     if (!r || !r->reserved || !r->opened) return INVALID_VALUE;
     mmap((void*)at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    close(r->fd);
     r->opened = 0;
     r->no_access = 1;
     return OK;
@@ -567,7 +597,42 @@ int cuLaunchKernel(uintptr_t function, unsigned gx, unsigned gy, unsigned gz, un
     return fake_kernel((int)function - 1000, gx, bx, arguments);
 }
 
-// What only the steps of `make gpu` call.
+// What only the steps of `make gpu` call. Events: everything is over when it was queued; one that is
+// shared is a file in /dev/shm.
+int cuEventCreate(uintptr_t* out, unsigned flags) {
+    ENTER;
+    *out = 1;
+    return context && flags & 2 ? OK : INVALID_VALUE;
+}
+int cuEventRecord(uintptr_t event, uintptr_t stream) {
+    ENTER;
+    return event == 1 && (!stream || stream == 7) ? OK : INVALID_VALUE;
+}
+int cuEventQuery(uintptr_t event) {
+    ENTER;
+    return event == 1 ? OK : INVALID_VALUE;
+}
+int cuEventDestroy_v2(uintptr_t event) {
+    ENTER;
+    return event == 1 ? OK : INVALID_VALUE;
+}
+int cuIpcGetEventHandle(Handle* handle, uintptr_t event) {
+    ENTER;
+    if (event != 1) return INVALID_VALUE;
+    snprintf((char*)handle->reserved, sizeof *handle, "/kvferry-fake-gpu-%d-event", getpid());
+    int fd = shm_open((char*)handle->reserved, O_CREAT | O_RDWR, 0600);
+    if (fd < 0) return MAP_FAILED_;
+    close(fd);
+    return OK;
+}
+int cuIpcOpenEventHandle(uintptr_t* out, Handle handle) {
+    ENTER;
+    *out = 1;
+    int fd = shm_open((char*)handle.reserved, O_RDWR, 0600);
+    if (fd < 0) return MAP_FAILED_;
+    close(fd);
+    return OK;
+}
 int cuMemAlloc_v2(uint64_t* out, size_t bytes) {
     ENTER;
     if (!context) return INVALID_CONTEXT;

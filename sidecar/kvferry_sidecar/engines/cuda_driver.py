@@ -233,8 +233,7 @@ class Driver:
         ``fd`` may be closed then: the mapping holds the memory. Raises CudaError, and leaves
         nothing behind.
         """
-        handle, address, device = c_uint64(), _ADDRESS(), c_int()
-        self("cuDeviceGet", byref(device), ordinal)
+        handle, address = c_uint64(), _ADDRESS()
         self("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_FD)
         with ExitStack() as undo:
             try:
@@ -244,10 +243,16 @@ class Driver:
                 undo.callback(self, "cuMemUnmap", address.value, total_bytes)
             finally:
                 self("cuMemRelease", handle.value)
-            access = _Access(_ON_DEVICE, device.value, _READ_WRITE)
-            self("cuMemSetAccess", address.value, total_bytes, byref(access), 1)
+            self.allow(ordinal, address.value, total_bytes)
             undo.pop_all()
         return int(address.value)
+
+    def allow(self, ordinal: int, address: int, total_bytes: int) -> None:
+        """Let a GPU read and write virtual memory that is mapped. Raises CudaError."""
+        device = c_int()
+        self("cuDeviceGet", byref(device), ordinal)
+        access = _Access(_ON_DEVICE, device.value, _READ_WRITE)
+        self("cuMemSetAccess", address, total_bytes, byref(access), 1)
 
     def unmap(self, address: int, total_bytes: int) -> None:
         """Give back what ``map_fd`` mapped, on its GPU. Raises CudaError."""
