@@ -5,10 +5,15 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
 import zipfile
+from contextlib import ExitStack
 
 import pytest
 from kvferry_sidecar.cli import main
+from kvferry_sidecar.observe.http.api import streams_max
+from kvferry_sidecar.observe.http.protocol import connections_max
+from support.books import descriptors
 from support.hot_engine import raw_engine
 from support.http import Http
 from support.raw_half import RawHalf, engine_registration
@@ -232,7 +237,10 @@ def test_addresses_of_this_machine_are_allowed(tcp, host):
     assert "access-control-allow-origin" not in answer.headers
 
 
-@pytest.mark.parametrize("path", ["requests?limit=0", "requests?limit=x", "prefixes?limit=101"])
+@pytest.mark.parametrize(
+    "path",
+    ["requests?limit=0", "requests?limit=x", "prefixes?limit=101", f"requests?limit={'1' * 5000}"],
+)
 def test_a_question_in_the_wrong_form_is_refused(local, path):
     assert local.get(f"/api/v1/{path}").status == 400
 
@@ -276,3 +284,46 @@ def test_settings_come_with_their_origin(local):
         "key": "http.listen", "value": "127.0.0.1:0", "origin": "flag --http-listen"
     }  # fmt: skip
     assert rows["copy.threads"]["origin"] == "default"
+
+
+# --- connections that ask for nothing ----------------------------------------------------------
+
+
+def silent(http, head):
+    one = socket.create_connection(http.where, 60)
+    one.sendall(head)
+    return one
+
+
+def test_connections_that_send_no_request_keep_nobody_out(sidecar, tcp):
+    """Each holds half a head. The oldest go, and the descriptors stay bounded."""
+    with ExitStack() as stack:
+        oldest = stack.enter_context(silent(tcp, b"GET /livez"))
+        for _ in range(connections_max + 40):
+            stack.enter_context(silent(tcp, b"GET /livez"))
+        assert tcp.get("/livez").status == 200
+        assert gone(oldest)
+        wait_until(
+            lambda: descriptors(sidecar.process.pid) < connections_max + 100, "they are closed"
+        )
+
+
+def gone(one):
+    try:
+        return not one.recv(1)
+    except ConnectionResetError:
+        return True
+
+
+def test_streams_are_bounded_and_leave_room_for_probes(tcp):
+    stream = b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with ExitStack() as stack:
+        for _ in range(streams_max):
+            assert stack.enter_context(silent(tcp, stream)).recv(12) == b"HTTP/1.1 200"
+        assert tcp.get("/api/v1/stream").status == 503
+        assert tcp.get("/livez").status == 200
+    with ExitStack() as stack:
+        wait_until(
+            lambda: stack.enter_context(silent(tcp, stream)).recv(12) == b"HTTP/1.1 200",
+            "there is room again",
+        )

@@ -13,7 +13,7 @@ import pytest
 import structlog
 from kvferry_sidecar.errors import HttpError
 from kvferry_sidecar.loop import READ, Loop
-from kvferry_sidecar.observe.http import ui
+from kvferry_sidecar.observe.http import protocol, ui
 from kvferry_sidecar.observe.http.guard import read_token
 from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
 from kvferry_sidecar.observe.http.window import Window
@@ -73,6 +73,19 @@ def test_a_loop_that_hangs_is_neither_alive_nor_ready(tmp_path):
         assert float(lag[1]) >= 30.0
         bundle = http.get("/debug/bundle")
         assert bundle.status == 200, "what there is without the loop"
+
+
+def test_who_sends_no_whole_request_in_time_is_closed(tmp_path, monkeypatch):
+    with served(tmp_path) as (http, _), http.connected() as kept:
+        kept.request("GET", "/livez")
+        kept.getresponse().read()
+        monkeypatch.setattr(protocol, "head_s_max", 0.1)
+        for head in (b"", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-"):
+            with socket.socket(socket.AF_UNIX) as late, contextlib.suppress(ConnectionError):
+                late.settimeout(60)
+                late.connect(str(tmp_path / "s"))
+                late.sendall(head)
+                assert late.recv(1) == b"", "closed without a word"
 
 
 def test_questions_are_bounded_and_errors_belong_to_whoever_asks():

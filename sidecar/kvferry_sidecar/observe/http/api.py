@@ -33,6 +33,7 @@ slow_max = 50
 explained_max = 20  # admissions of one request that are told
 body_bytes_max = 64 << 10
 stream_s = 1.0  # between two events of the stream
+streams_max = 32  # of one socket: each asks the control loop every second
 Handler = Callable[[Request], Awaitable[Any]]
 
 
@@ -41,6 +42,7 @@ class Api:
 
     def __init__(self, window: Window) -> None:
         self._window = window
+        self._streams = 0
         self.gets: dict[str, Handler] = {
             "": self.index,
             "nodes": self.nodes,
@@ -182,9 +184,18 @@ class Api:
 
     async def stream(self, _request: Request) -> Response:
         """The status and the events as they come."""
+        if self._streams >= streams_max:
+            raise UnavailableError(f"{streams_max} streams are open (streams_max)")
         headers = {"x-accel-buffering": "no"}
-        body = _changes(self._window)
-        return StreamingResponse(body, headers=headers, media_type="text/event-stream")
+        return StreamingResponse(self._counted(), headers=headers, media_type="text/event-stream")
+
+    async def _counted(self) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            async for piece in _changes(self._window):
+                yield piece
+        finally:
+            self._streams -= 1
 
     async def bundle(self, _request: Request) -> Response:
         """Everything, for support."""
@@ -202,7 +213,7 @@ def routes(window: Window) -> list[Route]:
             Route(f"{PREFIX}/{path}".rstrip("/"), _json(one), methods=["GET"])
             for path, one in api.gets.items()
         ),
-        Route(f"{PREFIX}/stream", api.stream, methods=["GET"]),
+        Route(f"{PREFIX}/stream", _told(api.stream), methods=["GET"]),
         Route(f"{PREFIX}/actions/{{name}}", _json(api.act), methods=["POST"]),
         Route("/debug/bundle", _told(api.bundle), methods=["GET"]),
     ]
@@ -280,7 +291,7 @@ def _after(events: Any, seen: object) -> Any:
 
 def _number(request: Request, name: str, default: int, most: int, least: int = 1) -> int:
     text = request.query_params.get(name, str(default))
-    if not text.isdecimal() or not least <= int(text) <= most:
+    if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
         raise RequestError(
             f"{name}={text} is no number of {least} to {most}", f"give {least} to {most}"
         )

@@ -22,12 +22,12 @@ from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.errors import HttpError
 from kvferry_sidecar.observe.http.window import Window
+from kvferry_sidecar.observe.log import Throttle
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
-connections_max = 128  # of one socket; further ones are answered 503
 _backlog_max = 64
 _end_s_max = 3.0
 
@@ -140,9 +140,11 @@ def configured(app: ASGIApp) -> uvicorn.Config:
     """Return how uvicorn serves an application of ours."""
     import uvicorn  # noqa: PLC0415 - see _serve
 
+    from kvferry_sidecar.observe.http.protocol import BoundedProtocol  # noqa: PLC0415 - as above
+
     return uvicorn.Config(
         app,
-        http="h11",
+        http=BoundedProtocol,
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -150,7 +152,6 @@ def configured(app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=connections_max,
         timeout_keep_alive=15,
         timeout_graceful_shutdown=1,
     )
@@ -159,9 +160,14 @@ def configured(app: ASGIApp) -> uvicorn.Config:
 def _log_into(log: Log) -> None:
     """Have uvicorn's own warnings and errors in our log."""
 
+    throttle = Throttle()
+
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            log.warning("HTTP", text=record.getMessage(), level=record.levelname)
+            text = record.getMessage()
+            held_back = throttle.passes(str(record.msg), record.created)
+            if held_back is not None:
+                log.warning("HTTP", text=text, level=record.levelname, not_logged=held_back)
 
     logger = logging.getLogger("uvicorn.error")
     logger.handlers = [Handler(logging.WARNING)]
