@@ -56,7 +56,8 @@ def test_every_address_of_a_name_is_a_node(always_old):
     asyncio.run(run())
 
 
-def test_an_answer_is_believed_for_a_while():
+def test_an_answer_is_believed_for_a_while(monkeypatch):
+    monkeypatch.setattr(module, "fresh_s", 1e9)
     dns = Dns(["10.0.0.1:9480"])
 
     async def run():
