@@ -34,7 +34,7 @@ from support.http import Http
 from support.quantities import mebibytes
 from support.waiting import wait_until
 
-START_S = 60.0
+START_S = 180.0
 Spec = Mapping[str, Any]
 # container name: (path of this machine, path in the container)
 Images = Mapping[str, Sequence[tuple[str, str]]]
