@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from support.fake_cuda import FakeGpu
 
 
-# A shell's background job ignores Ctrl-C, and so would every child in which a test presses it.
+# A shell's background job ignores Ctrl-C, one under nohup a hang-up, and so would their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Its default draws a traceback with all local variables: seconds on a busy machine, in which halves
 # under test count as silent.

@@ -111,6 +111,7 @@ def cycle(work: Worked, point: str, epoch: int) -> int:
     return epoch
 
 
+@pytest.mark.timeout(900)  # a machine that does much else
 def test_every_point_of_a_save_and_a_load_survives_a_kill() -> None:
     with working(seed=1) as work:
         epoch = work.engine.wait_ready()

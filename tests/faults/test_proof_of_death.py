@@ -184,6 +184,7 @@ def test_one_engine_id_on_two_replicas_and_two_lives_never_mixes(sidecar: Sideca
         assert one.ended(jobs[0]).status == "done"
         assert one.get("of two") == two.get("of one") == 48, "what they saved they share"
         wait_settled(sidecar.run_dir)
+    wait_until(lambda: not read_status(sidecar.run_dir)["sessions"], "both have said Bye")
     with client_engine(sidecar.run_dir, engine_id="fixed", instance_id="one") as again:
         stale = again.save_job("of a dead life", (1, 2, 3), life=one.life)
         assert again.ended(again.submit(stale)).reason == "life"

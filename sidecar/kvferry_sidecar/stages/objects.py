@@ -166,10 +166,9 @@ class Objects:
         scan = self._scan(first)
         rows = self._rows(scan, wanted)
         if not dry_run:
-            if tiers != "host":
-                named = wanted.keys if first == 0 else ()
-                keys = [bytes.fromhex(key) for key in named] or split(scan.keys[rows])
-                self._drop_below(keys, now_s)
+            if tiers != "host" and (first == 0 or not wanted.keys):
+                named = [bytes.fromhex(key) for key in wanted.keys]
+                self._drop_below(named or split(scan.keys[rows]), now_s)
             if tiers != "slower":
                 self._drop(scan.entries[rows], scan.keys[rows])
         return _changed(scan, rows, 0)

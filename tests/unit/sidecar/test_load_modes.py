@@ -55,6 +55,18 @@ def test_serialized_copies_one_load_of_a_rank_at_a_time() -> None:
     bed.assert_clean()
 
 
+def test_a_save_holds_no_serialized_load_of_its_rank_up() -> None:
+    bed, engine = Bed(modes=SERIALIZED), make_engine()
+    leased(bed, engine, [1])
+    save, raw = bed.save_job(engine, 7, [20, 21])
+    bed.submit(engine.workers[0], save, raw)
+    submit(bed, engine, 1)
+    assert len(bed.copies.running) == 2
+    bed.run_copies()
+    assert ends(bed, engine) == [("done", "")] * 2
+    bed.assert_clean()
+
+
 def test_overlapped_copies_all_at_once() -> None:
     bed, engine = Bed(), make_engine()
     leased(bed, engine, [1, 2, 3])

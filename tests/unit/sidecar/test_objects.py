@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvferry_sidecar import policies
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.stages.objects import Filter
+from kvferry_sidecar.stages.stores import TierState
+from kvferry_sidecar.tiers.runner import Drop
 from support.pipeline_bed import Bed, make_engine
 
 RED, BLUE = b"r" * 16, b"b" * 16
@@ -109,11 +111,41 @@ def test_a_drop_reaches_the_tiers_that_it_names() -> None:
     assert drop(Filter(keys=keys[:1]), "all", 0, bed.now_s, dry_run=False).objects == 1
     bed.run_stores()
     assert [len(slow.stored) for slow in bed.slow] == [3, 3]
+    assert drop(Filter(keys=keys[1:2]), "slower", 0, bed.now_s, dry_run=False).objects == 1
+    bed.run_stores()
+    assert [len(slow.stored) for slow in bed.slow] == [2, 2]
+    assert bed.pool.stats().ready == 3
     assert drop(Filter(), "host", 0, bed.now_s, dry_run=False).objects == 3
+    bed.run_stores()
     assert bed.pool.stats().ready == 0
+    assert [len(slow.stored) for slow in bed.slow] == [2, 2]
     assert drop(Filter(keys=keys[1:]), "slower", 0, bed.now_s, dry_run=False).objects == 0
     bed.run_stores()
     assert [len(slow.stored) for slow in bed.slow] == [0, 0], "by their keys alone"
+    bed.assert_clean()
+
+
+def test_named_keys_go_down_once_and_only_to_tiers_that_are_on() -> None:
+    bed = Bed(limits=PAGES, sources=("disk",))
+    (red,) = engines(bed, RED)
+    bed.run_stores()
+    bed.stored(red, 1, 6)
+    bed.run_stores()
+    names = Filter(keys=[one.key for one in everything(bed, Filter())])
+
+    def told() -> list[str]:
+        first: int | None = 0
+        while first is not None:
+            done = bed.pipeline.objects.drop(names, "slower", first, bed.now_s, dry_run=False)
+            first = done.next
+        calls = [bed.slow[0].open[ticket] for ticket in bed.slow[0].of_kind(Drop)]
+        return [key.hex() for call in calls for key in call.keys]
+
+    bed.tiers[0].state = TierState.PAUSED
+    assert told() == []
+    bed.tiers[0].state = TierState.ON
+    assert told() == names.keys
+    bed.run_stores()
     bed.assert_clean()
 
 

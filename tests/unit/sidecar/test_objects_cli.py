@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from kvferry_sidecar.cli import main
+from kvferry_sidecar.cli import objects as cli
 from kvferry_sidecar.cli.objects import read_list
 from kvferry_sidecar.errors import RequestError
 from support.client_half import client_engine
 from support.http import Http
-from support.sidecar import running_sidecar
+from support.sidecar import running_sidecar, set_flags
 from support.waiting import wait_until
 
 
@@ -29,9 +30,11 @@ def told(capsys):
     return run
 
 
-def test_objects_are_listed_pinned_over_a_restart_and_dropped(told, tmp_path):
+def test_objects_are_listed_pinned_over_a_restart_and_dropped(told, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_page_objects", 2)
+    flags = [*set_flags({"limits.scan_places_max": 2}), "--keys-max", "64"]  # several pages
     with (
-        running_sidecar(pool_bytes=8 << 20) as sidecar,
+        running_sidecar(pool_bytes=8 << 20, flags=flags) as sidecar,
         client_engine(sidecar.run_dir) as engine,
     ):
         assert told(sidecar, "count") == (0, "the pool has no objects\n")
@@ -79,7 +82,6 @@ def test_objects_are_listed_pinned_over_a_restart_and_dropped(told, tmp_path):
         b"a" * 5000,
         b'{"a":' * 3000,
         b"ab 9 ",
-        b"ab " + b"9" * 4000 + b" cd",
     ],
 )
 def test_a_line_that_is_no_object_is_named(tmp_path, text):
@@ -94,6 +96,15 @@ def test_a_line_that_is_no_object_is_named(tmp_path, text):
 def test_a_list_that_cannot_be_read_is_refused(what):
     with pytest.raises(RequestError, match="cannot be read"):
         list(read_list(Path(what)))
+
+
+def test_a_tenant_means_all_its_namespaces(monkeypatch, tmp_path):
+    known = [{"namespace": name, "tenant": tenant} for name, tenant in ("a1", "b2", "c1")]
+    monkeypatch.setattr(cli.Api, "get", lambda _self, _path: known)
+    nothing = dict.fromkeys(("namespace", "older", "younger", "pinned", "keys_file"))
+    given = {**nothing, "tenant": "1", "file": None, "assignments": (), "run_dir": str(tmp_path)}
+    _, fits = cli._selected(given)
+    assert [one["namespace"] for one in fits] == ["a", "c"]
 
 
 def test_rules_change_by_sighup(tmp_path):

@@ -52,6 +52,10 @@ def test_each_object_comes_from_the_first_tier_that_has_it() -> None:
     assert all(one.key in disk.stored for one in wanted[:8]), "written on to the disk"
     again = bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=True)
     assert (again.taken, again.there) == (10, 8)
+    bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=False)
+    assert bed.pipeline.warmer.waiting() == 2, "what is there is not looked for"
+    bed.run_stores()
+    assert dict(+bed.pipeline.warmer.counts) == {"fetched": 8, "absent": 4}
     bed.assert_clean()
 
 
@@ -84,6 +88,17 @@ def test_a_tier_that_fails_and_a_drain_end_it() -> None:
     bed.pipeline.drain(bed.now_s)
     assert bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=False).taken == 0
     assert bed.pool.stats().writing == 0
+
+
+def test_a_drain_ends_it_with_the_batch_under_way() -> None:
+    bed = Bed(sources=("disk",))
+    wanted = only_below(bed, make_engine(), 10)
+    bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=False)
+    bed.pipeline.drain(bed.now_s)
+    bed.run_stores()
+    assert bed.pipeline.warmer.waiting() == 0
+    assert dict(+bed.pipeline.warmer.counts) == {"fetched": 4, "failed": 6}
+    bed.assert_clean()
 
 
 @pytest.fixture
