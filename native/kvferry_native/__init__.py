@@ -15,7 +15,9 @@ from kvferry_native._native import (
     PoolStats,
     Watchdog,
     crc32c,
+    crc32c_at,
     mix_keys,
+    place_memory,
 )
 
 __all__ = [
@@ -33,5 +35,7 @@ __all__ = [
     "PoolStats",
     "Watchdog",
     "crc32c",
+    "crc32c_at",
     "mix_keys",
+    "place_memory",
 ]

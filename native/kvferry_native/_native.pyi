@@ -1,6 +1,7 @@
 """kvferry_native: the shared-memory pool, the copy engine and key mixing (C++20)."""
 
 from typing_extensions import Buffer
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -16,6 +17,15 @@ class PoolFull(Exception):
     """All 64 size classes hold entries (a lack of space is answered per key, see Pool.reserve)."""
 
 def crc32c(data: Buffer, seed: int = 0) -> int: ...
+def crc32c_at(
+    addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], seeds: NDArray[np.uint32]
+) -> list[int]:
+    """CRC32C of ``n`` pieces of this process's memory, without the GIL; arrays are (n,)."""
+def place_memory(nodes: Sequence[int], interleaved: bool) -> None:
+    """Bind what the calling thread, and threads that it starts, touch first to NUMA nodes.
+
+    ``interleaved``: page by page over the nodes. It lasts as long as the thread. Raises OSError.
+    """
 def mix_keys(
     namespace: bytes,  # 16 bytes
     group: int,

@@ -40,6 +40,7 @@ from kvferry_sidecar.loop import READ, Loop, Signals, wait_s_max
 from kvferry_sidecar.observe import log as logs
 from kvferry_sidecar.observe.progress import Progress, countdown
 from kvferry_sidecar.pipeline import Pipeline
+from kvferry_sidecar.placement import placement, with_memory, with_threads
 from kvferry_sidecar.quarantine import Quarantine
 from kvferry_sidecar.reload import Reloader
 from kvferry_sidecar.sessions import tenants
@@ -48,7 +49,7 @@ from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.sessions.registry import Registry
 from kvferry_sidecar.stages.stores import Tier
-from kvferry_sidecar.tiers.segment import PoolSegment, held_bytes, open_pool
+from kvferry_sidecar.tiers.segment import PoolSegment, held_bytes, open_pool, segment_path
 from kvferry_sidecar.tiers.slow import SlowTiers
 from kvferry_sidecar.tiers.store import Memory
 from kvferry_sidecar.transport import Transport
@@ -115,6 +116,7 @@ class App:
             stack=stack,
         )
         self._front.open_traces(config, self.epoch)
+        self._placed = placement(config.tiers.host.numa, config.tiers.host.bytes)
         self._segment = self._open_pool(stack)
         stack.callback(self._loop.end_watch)  # after the copies stopped, before the pool goes
         self._faults = FaultKit(config.faults, self._loop, log)
@@ -191,17 +193,14 @@ class App:
         self._config = config
 
     def _open_pool(self, stack: contextlib.ExitStack) -> PoolSegment:
-        host = self._config.tiers.host
-        with self._progress.during("pool", "bytes", lambda: (held_bytes(host.name), host.bytes)):
-            segment = open_pool(
-                host.name,
-                arena_bytes=host.bytes,
-                slab_bytes=host.slab_bytes,
-                keys_max=host.keys_max,
-                epoch=self.epoch,
-                threads=self._config.copy.threads,
-                log=self._log,
-            )
+        host, threads = self._config.tiers.host, self._config.copy.threads
+        path = segment_path(host.name, host.hugepages_dir)
+        with self._progress.during("pool", "bytes", lambda: (held_bytes(path), host.bytes)):
+            segment = with_memory(self._placed, lambda: open_pool(
+                host.name, arena_bytes=host.bytes, slab_bytes=host.slab_bytes,
+                keys_max=host.keys_max, epoch=self.epoch, threads=threads, log=self._log,
+                hugepages_dir=host.hugepages_dir,
+            ))  # fmt: skip
         stack.callback(segment.close)
         return segment
 
@@ -211,12 +210,11 @@ class App:
             self._pool.address, segment.segment_bytes, self._pool.stats().total_bytes,
             config.tiers.host.slab_bytes, segment.pool,
         )  # fmt: skip
-        engine = SeveralCopyEngines(
-            config.copy.threads, span, self._log, gpu=config.copy.gpu,
-            options=GpuOptions(
-                config.copy.gpu_mode, config.copy.gpu_share_percent, config.copy.threads
-            ),
-        )  # fmt: skip
+        copy = config.copy
+        options = GpuOptions(copy.gpu_mode, copy.gpu_share_percent, copy.threads)
+        engine = with_threads(self._placed, lambda: SeveralCopyEngines(
+            copy.threads, span, self._log, gpu=copy.gpu, options=options
+        ))  # fmt: skip
         stack.callback(engine.close)
 
         def open_device(memory: AttachedMemory, life: int, fd: int | None) -> DeviceMemory:

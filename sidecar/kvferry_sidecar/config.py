@@ -57,12 +57,16 @@ class HostTierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The host pool: one POSIX shared-memory segment ``/dev/shm/<name>``.
 
     ``slab_bytes`` bounds one stored object (a chunk of all local ranks); a power of two.
+    ``hugepages_dir``: a hugetlbfs mount that has the segment instead of /dev/shm; "": none.
+    ``numa``: see placement.py.
     """
 
     bytes: Annotated[int, msgspec.Meta(ge=POOL_BYTES_MIN)]
     name: _SegmentName
     slab_bytes: Annotated[int, msgspec.Meta(ge=4096)]
     keys_max: Annotated[int, msgspec.Meta(ge=1, le=KEYS_MAX)]
+    hugepages_dir: Annotated[str, msgspec.Meta(pattern=r"^$|^/")]
+    numa: Annotated[str, msgspec.Meta(pattern=r"^$|^interleave$|^\d+(-\d+)?(,\d+(-\d+)?)*$")]
 
 
 class TiersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -268,6 +272,8 @@ def check_space(host: HostTierConfig) -> None:
 
     The segment itself is reserved later (posix_fallocate); this is the same answer, earlier.
     """
+    if host.hugepages_dir:
+        return  # what is free there the segment's own check says
     space = os.statvfs(SHM_DIR)
     free_bytes = space.f_bavail * space.f_frsize
     segment = SHM_DIR / host.name
@@ -301,6 +307,8 @@ def _with_defaults(values: dict[str, Setting]) -> dict[str, Setting]:
         "retention": "engine",
         "tiers.host.bytes": POOL_BYTES,
         "tiers.host.name": f"kvferry-{os.getuid()}",
+        "tiers.host.hugepages_dir": "",
+        "tiers.host.numa": "",
         "namespaces.rules": "",
         "namespaces.bound": "",
         "copy.threads": min(max(cpus // 4, 1), 8),

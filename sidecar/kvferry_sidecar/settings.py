@@ -19,6 +19,8 @@ may_be_empty = (
     "http.probes_listen",
     "http.token_file",
     "traces.endpoint",
+    "tiers.host.hugepages_dir",
+    "tiers.host.numa",
     "tiers.disk.paths",
     "tiers.remote.url",
     "tiers.remote.password_file",

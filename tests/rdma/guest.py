@@ -86,11 +86,7 @@ def packets() -> int:
 
 
 def get(store, wanted: list[Item]) -> list[bool]:
-    headers = store.get(wanted)
-    return [
-        header is not None and value.verify(header, item) is not None
-        for item, header in zip(wanted, headers, strict=True)
-    ]
+    return [crcs is not None for crcs in value.verify(store.get(wanted), wanted)]
 
 
 def main() -> None:

@@ -81,11 +81,7 @@ def put(store: Store, items: list[Item]) -> list[bool]:
 
 def get(store: Store, items: list[Item]) -> list[bool]:
     """Read and verify, as the runner does; says which are hits."""
-    headers = store.get(items)
-    return [
-        header is not None and value.verify(header, item) is not None
-        for item, header in zip(items, headers, strict=True)
-    ]
+    return [crcs is not None for crcs in value.verify(store.get(items), items)]
 
 
 @dataclass

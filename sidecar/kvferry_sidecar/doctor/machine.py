@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
+from pathlib import Path
 
-from kvferry_sidecar.config import Config
+from kvferry_sidecar.config import Config, HostTierConfig
 from kvferry_sidecar.descriptors import descriptors_min
 from kvferry_sidecar.doctor.finding import Finding, Machine, fail, note, ok, warn
+from kvferry_sidecar.errors import ConfigError, PoolSegmentError
+from kvferry_sidecar.placement import placement
 from kvferry_sidecar.settings import size_text
+from kvferry_sidecar.tiers import hugepages
+from kvferry_sidecar.tiers.segment import held_bytes
 
 OWN_BYTES = 120 << 20  # what the sidecar takes beside its pool
 _CLOCKS = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter")
@@ -18,6 +23,8 @@ _unlimited_bytes = 1 << 60  # what cgroup v1 says for no limit
 def check_shm(machine: Machine, config: Config) -> Finding:
     """Shared memory: a tmpfs with room for the pool."""
     host, check = config.tiers.host, "shared memory"
+    if host.hugepages_dir:
+        return ok(check, f"the pool is in {host.hugepages_dir}")
     mounts = [line.split() for line in machine.read("proc/mounts").splitlines()]
     kind = next((mount[2] for mount in reversed(mounts) if mount[1] == str(machine.shm)), "")
     try:
@@ -49,7 +56,9 @@ def check_memory(machine: Machine, config: Config) -> Finding:
     kilobytes = [line.split() for line in machine.read("proc/meminfo").splitlines()]
     total = next((int(line[1]) << 10 for line in kilobytes if line[0] == "MemTotal:"), 0)
     bound = min(limit or total, total or limit)
-    wanted = config.tiers.host.bytes + config.tiers.host.keys_max * 64 + OWN_BYTES
+    host = config.tiers.host
+    pool_bytes = 0 if host.hugepages_dir else host.bytes  # reserved pages are counted apart
+    wanted = pool_bytes + host.keys_max * 64 + OWN_BYTES
     what = "the container's limit" if limit and limit <= total else "this machine's memory"
     if bound and wanted > bound:
         return fail(
@@ -70,7 +79,9 @@ def memory_limit_bytes(machine: Machine) -> int:
 
 
 def check_pages(machine: Machine, config: Config) -> Finding:
-    """Huge pages for shared memory: 4 KiB pages cost TLB misses and a slow exit."""
+    """Huge pages for the pool: 4 KiB pages cost TLB misses and a slow exit."""
+    if folder := config.tiers.host.hugepages_dir:
+        return _check_reserved_pages(folder, config.tiers.host)
     text = machine.read("sys/kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = text.partition("[")[2].partition("]")[0]
     if chosen in ("always", "within_size", "force", "advise"):
@@ -82,6 +93,20 @@ def check_pages(machine: Machine, config: Config) -> Finding:
         f"about {seconds:.1f} s",
         "echo within_size > /sys/kernel/mm/transparent_hugepage/shmem_enabled, on the node",
     )
+
+
+def _check_reserved_pages(folder: str, host: HostTierConfig) -> Finding:
+    path = Path(folder)
+    try:
+        page = hugepages.page_bytes(path)
+        free_bytes = hugepages.free_bytes(path, page) + held_bytes(path / host.name)
+    except PoolSegmentError as error:
+        return fail("huge pages", error.message, error.remedy)
+    text = f"{size_text(free_bytes)} of {size_text(page)} pages for a pool of "
+    text += size_text(host.bytes)
+    if free_bytes < host.bytes:
+        return fail("huge pages", text, hugepages.remedy(host.bytes - free_bytes, page))
+    return ok("huge pages", text)
 
 
 def check_descriptors(_machine: Machine, config: Config) -> Finding:
@@ -135,8 +160,16 @@ def check_processors(machine: Machine, config: Config) -> Finding:
     return ok("processors", f"{usable:g} for {threads} copy threads and the control loop")
 
 
-def check_numa(machine: Machine, _config: Config) -> Finding:
+def check_numa(machine: Machine, config: Config) -> Finding:
     """Where the pool's memory will lie."""
+    host = config.tiers.host
+    if host.numa:
+        try:
+            placed = placement(host.numa, host.bytes, machine.proc.parent)
+        except ConfigError as error:
+            return fail("NUMA", error.message, error.remedy)
+        bound_to = ", ".join(map(str, placed.nodes)) if placed else ""
+        return ok("NUMA", f"the pool is bound to {bound_to} (tiers.host.numa = {host.numa!r})")
     nodes = [n for n in machine.names("sys/devices/system/node") if n[4:].isdecimal()]
     if len(nodes) < 2:
         return ok("NUMA", "one node")
@@ -146,8 +179,8 @@ def check_numa(machine: Machine, _config: Config) -> Finding:
     return note(
         "NUMA",
         f"{len(nodes)} nodes, and the pool may lie on any of them",
-        "bind the sidecar to the engine's node (numactl --cpunodebind --membind, or a topology "
-        "manager): copies across nodes are slower",
+        "bind the pool to the engine's node (tiers.host.numa, or the whole sidecar: numactl, a "
+        "topology manager): copies across nodes are slower",
     )
 
 

@@ -7,6 +7,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kvferry_sidecar.placement import processors
+
 _POPULATE_WRITE = 23  # MADV_, Linux 5.14
 _piece_bytes = 256 << 20
 SYSTEM = Path("/")
@@ -45,13 +47,3 @@ def bind_near(bus_id: str, root: Path = SYSTEM) -> int | None:
         return None
     os.sched_setaffinity(0, near)
     return node
-
-
-def processors(text: str) -> set[int]:
-    """Return the numbers of a list such as "0-3,8". Raises ValueError."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            found |= set(range(int(first), int(last or first) + 1))
-    return found

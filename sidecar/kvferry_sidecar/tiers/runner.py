@@ -238,10 +238,7 @@ class StoreRunner:
     def _get(self, items: Sequence[Item]) -> tuple[tuple[Crcs | None, ...], int]:
         """Read and verify; what does not verify is a miss, and forgotten by the store."""
         headers = self._store.get(items)
-        crcs = [
-            None if header is None else value.verify(header, item)
-            for item, header in zip(items, headers, strict=True)
-        ]
+        crcs = value.verify(headers, items)
         bad = [
             item.key
             for item, header, good in zip(items, headers, crcs, strict=True)

@@ -21,6 +21,7 @@ from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar import locks
 from kvferry_sidecar.errors import PoolSegmentError
+from kvferry_sidecar.tiers import hugepages
 
 SHM_DIR = Path("/dev/shm")  # noqa: S108 - where shm_open(3) puts segments on Linux
 _REMEDY_SPACE = (
@@ -57,14 +58,19 @@ def open_pool(
     epoch: int,
     threads: int,
     log: Log,
+    hugepages_dir: str = "",
 ) -> PoolSegment:
     """Open the segment ``/dev/shm/<name>`` and the pool in it, warm when it fits.
 
-    ``threads`` touch the pages of a new pool. Raises PoolSegmentError: held by another sidecar,
-    no space, or not ours.
+    ``threads`` touch the pages of a new pool. ``hugepages_dir``: a hugetlbfs mount that has the
+    segment instead. Raises PoolSegmentError: held by another sidecar, no space, or not ours.
     """
     segment_bytes = Pool.segment_bytes_for(arena_bytes, slab_bytes, keys_max)
-    lock = _lock(name)
+    path = segment_path(name, hugepages_dir)
+    if hugepages_dir:
+        page = hugepages.page_bytes(path.parent)
+        segment_bytes = -(-segment_bytes // page) * page
+    lock = _lock(path)
     try:
         pool, unfit = _attach_warm(lock, segment_bytes, slab_bytes, epoch)
         warm = pool is not None
@@ -94,21 +100,32 @@ def open_pool(
     return PoolSegment(pool, lock, segment_bytes, warm)
 
 
-def held_bytes(name: str) -> int:
+def segment_path(name: str, hugepages_dir: str = "") -> Path:
+    """Return the file of a segment."""
+    return (Path(hugepages_dir) if hugepages_dir else SHM_DIR) / name
+
+
+def held_bytes(path: Path) -> int:
     """Return the memory that a segment has by now; 0 for none."""
     try:
-        return (SHM_DIR / name).stat().st_blocks * 512
+        return path.stat().st_blocks * 512
     except OSError:
         return 0
 
 
-def _lock(name: str) -> locks.FileLock:
-    path = SHM_DIR / name
+def _open(path: Path) -> int:
+    if path.parent == SHM_DIR:
+        fd: int = posix_ipc.SharedMemory(f"/{path.name}", posix_ipc.O_CREAT, mode=0o600).fd
+        return fd
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _lock(path: Path) -> locks.FileLock:
     for _ in range(locks.lock_attempts_max):
         if locks.held_by_this_process(path):
             raise _held(path, "this process")
         try:
-            fd = posix_ipc.SharedMemory(f"/{name}", posix_ipc.O_CREAT, mode=0o600).fd
+            fd = _open(path)
         except (OSError, ValueError, posix_ipc.Error) as error:
             raise PoolSegmentError(
                 f"the pool segment {path} cannot be opened: {error}",
@@ -180,9 +197,9 @@ def _check_fits(lock: locks.FileLock, segment_bytes: int) -> None:
     """Raise PoolSegmentError when the bytes cannot be had; what the segment holds is untouched."""
     found = os.fstat(lock.fd)
     try:
-        _check_limits(segment_bytes)
-        if segment_bytes > _free_bytes() + found.st_blocks * 512:
-            raise _no_space(segment_bytes, found.st_blocks * 512)
+        _check_limits(segment_bytes, pages_of_memory=lock.path.parent == SHM_DIR)
+        if segment_bytes > _free_bytes(lock.path) + found.st_blocks * 512:
+            raise _no_space(lock.path, segment_bytes, found.st_blocks * 512)
         try:  # takes addresses, but no memory
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             mmap.mmap(-1, segment_bytes, flags=flags, prot=mmap.PROT_READ).close()
@@ -194,7 +211,7 @@ def _check_fits(lock: locks.FileLock, segment_bytes: int) -> None:
         raise
 
 
-def _check_limits(segment_bytes: int) -> None:
+def _check_limits(segment_bytes: int, *, pages_of_memory: bool) -> None:
     file_bytes_max, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if file_bytes_max != resource.RLIM_INFINITY and segment_bytes > file_bytes_max:
         raise PoolSegmentError(
@@ -202,7 +219,7 @@ def _check_limits(segment_bytes: int) -> None:
             f"of {file_bytes_max} bytes (ulimit -f)",
             _REMEDY_FILE_LIMIT,
         )
-    memory = _cgroup_memory_max()
+    memory = _cgroup_memory_max() if pages_of_memory else None  # huge ones are counted apart
     if memory is not None and segment_bytes > memory[0]:
         raise PoolSegmentError(
             f"the pool's segment of {segment_bytes} bytes is over the memory limit of "
@@ -256,9 +273,9 @@ def _size(lock: locks.FileLock, segment_bytes: int) -> None:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise PoolSegmentError(
                 f"the pool segment {lock.path} cannot be sized: {error.strerror}",
-                "check the file system of /dev/shm",
+                f"check the file system of {lock.path.parent}",
             ) from error
-        raise _no_space(segment_bytes, 0) from error
+        raise _no_space(lock.path, segment_bytes, 0) from error
 
 
 def _drop(lock: locks.FileLock) -> None:
@@ -269,16 +286,24 @@ def _drop(lock: locks.FileLock) -> None:
         lock.path.unlink()
 
 
-def _free_bytes() -> int:
-    space = os.statvfs(SHM_DIR)
+def _free_bytes(path: Path) -> int:
+    folder = path.parent
+    if folder != SHM_DIR:
+        return hugepages.free_bytes(folder, hugepages.page_bytes(folder))
+    space = os.statvfs(folder)
     return space.f_bavail * space.f_frsize
 
 
-def _no_space(segment_bytes: int, held_bytes: int) -> PoolSegmentError:
+def _no_space(path: Path, segment_bytes: int, held_bytes: int) -> PoolSegmentError:
     held = f", {held_bytes} are in the segment that it would replace" if held_bytes else ""
+    folder, free_bytes = path.parent, _free_bytes(path)
+    remedy = _REMEDY_SPACE
+    if folder != SHM_DIR:
+        missing_bytes = segment_bytes - free_bytes - held_bytes
+        remedy = hugepages.remedy(missing_bytes, hugepages.page_bytes(folder))
     return PoolSegmentError(
-        f"{SHM_DIR} has no {segment_bytes} bytes for the pool ({_free_bytes()} are free{held})",
-        _REMEDY_SPACE,
+        f"{folder} has no {segment_bytes} bytes for the pool ({free_bytes} are free{held})",
+        remedy,
     )
 
 

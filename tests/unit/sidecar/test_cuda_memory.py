@@ -23,6 +23,7 @@ from kvferry_sidecar.engines.cuda import CudaCopyEngine
 from kvferry_sidecar.engines.cuda_driver import ERRORS, CudaError, Driver, error_of
 from kvferry_sidecar.engines.cuda_memory import CudaMemories, PinnedPool, chunk_cuts
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory, Rect
+from kvferry_sidecar.placement import processors
 from support.copying import SHAPES, Shape
 from support.fake_cuda import FakeGpu, as_driver, bytes_at, library
 from support.waiting import wait_until
@@ -357,7 +358,7 @@ def test_pages_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "found"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("\n", set())]
 )
 def test_lists_of_processors(text: str, found: set[int]) -> None:
-    assert pages.processors(text) == found
+    assert processors(text) == found
 
 
 @pytest.mark.parametrize(("node", "bound"), [("0", True), ("-1", False), ("1", False)])

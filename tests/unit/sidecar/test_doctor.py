@@ -127,6 +127,13 @@ def test_two_nodes(tree, tmp_path, allowed, verdict):
     assert machine.check_numa(tree(), settings()).verdict == verdict
 
 
+def test_a_pool_on_named_nodes(tree, tmp_path):
+    at(tmp_path, "proc/self/status", "Mems_allowed_list:\t0-1\n")
+    found = machine.check_numa(tree(), settings(tiers__host__numa="interleave"))
+    assert (found.verdict, "bound to 0, 1" in found.text) == ("ok", True)
+    assert machine.check_numa(tree(), settings(tiers__host__numa="2")).verdict == "fail"
+
+
 def test_gpus_by_their_uuid(tree, tmp_path):
     slot = "proc/driver/nvidia/gpus/0000:01:00.0/information"
     at(tmp_path, slot, "Model: \t NVIDIA H200\nGPU UUID: \t GPU-12ab\n")

@@ -274,14 +274,14 @@ def test_growing_without_space_keeps_the_old_pool(
     with opened(name) as (made, _):
         held = made.segment_bytes
     (segment.SHM_DIR / name).unlink()
-    monkeypatch.setattr(segment, "_free_bytes", lambda: 4 * ARENA_BYTES - held)
+    monkeypatch.setattr(segment, "_free_bytes", lambda _: 4 * ARENA_BYTES - held)
     refused_growth_keeps_the_pool(name, r"has no \d+ bytes.*would replace", 4 * ARENA_BYTES)
 
 
 def test_the_old_segments_bytes_count_as_space(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(name):
         pass
-    monkeypatch.setattr(segment, "_free_bytes", lambda: ARENA_BYTES)
+    monkeypatch.setattr(segment, "_free_bytes", lambda _: ARENA_BYTES)
     with opened(name, epoch=2, arena_bytes=2 * ARENA_BYTES) as (made, replaced):
         assert not made.warm
         assert len(replaced) == 1

@@ -53,10 +53,15 @@ class RedisStore:
         """See Store."""
         if not keys:
             return []
-        with _told(), self._client.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.exists(PREFIX + key)
-            return [bool(answer) for answer in pipe.execute()]
+        names = [PREFIX + key for key in keys]
+        with _told():
+            count = self._client.exists(*names)
+            if count in (0, len(names)):  # a prefix that is new, or whole: one answer says it
+                return [count > 0] * len(names)
+            with self._client.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.exists(name)
+                return [bool(answer) for answer in pipe.execute()]
 
     def get(self, items: Sequence[Item]) -> list[bytes | None]:
         """See Store."""

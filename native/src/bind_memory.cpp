@@ -1,0 +1,63 @@
+// Checksums of memory by address, and where memory is placed.
+#include <linux/mempolicy.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <system_error>
+#include <vector>
+
+#include "kvferry/crc32c.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <class T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::vector<uint32_t> crc32c_at(const Array<uint64_t>& addresses, const Array<uint64_t>& sizes,
+                                const Array<uint32_t>& seeds) {
+    const size_t n = addresses.shape(0);
+    if (sizes.shape(0) != n || seeds.shape(0) != n) {
+        throw std::invalid_argument("crc32c_at: " + std::to_string(n) + " addresses, " +
+                                    std::to_string(sizes.shape(0)) + " sizes, " +
+                                    std::to_string(seeds.shape(0)) + " seeds");
+    }
+    std::vector<uint32_t> found(n);
+    const nb::gil_scoped_release unlocked;
+    for (size_t i = 0; i < n; ++i) {
+        found[i] = kvferry::crc32c(reinterpret_cast<const void*>(addresses.data()[i]),
+                                   sizes.data()[i], seeds.data()[i]);
+    }
+    return found;
+}
+
+void place_memory(const std::vector<uint32_t>& nodes, bool interleaved) {
+    constexpr uint32_t kNodesMax = 1024;
+    constexpr uint32_t kWordBits = 8 * sizeof(unsigned long);
+    unsigned long mask[kNodesMax / kWordBits] = {};
+    for (const uint32_t node : nodes) {
+        if (node >= kNodesMax) {
+            throw std::system_error(EINVAL, std::generic_category(), "set_mempolicy");
+        }
+        mask[node / kWordBits] |= 1ul << (node % kWordBits);
+    }
+    const long mode = interleaved ? MPOL_INTERLEAVE : MPOL_BIND;
+    if (syscall(SYS_set_mempolicy, mode, mask, kNodesMax + 1) != 0) {
+        throw std::system_error(errno, std::generic_category(), "set_mempolicy");
+    }
+}
+
+}  // namespace
+
+void bind_memory(nb::module_& m) {
+    m.def("crc32c_at", &crc32c_at, "addresses"_a.noconvert(), "sizes"_a.noconvert(),
+          "seeds"_a.noconvert());
+    m.def("place_memory", &place_memory, "nodes"_a, "interleaved"_a);
+}
