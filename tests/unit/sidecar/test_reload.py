@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 
 import pytest
+from kvferry_connector.wire.attach import Group, Placement
 from kvferry_sidecar import config
 from kvferry_sidecar.reload import DEGRADED, Reloader, file_check_s
 from support.http import Http
 from support.pipeline_bed import NullLog
+from support.raw_half import KvMemory, RawHalf, engine_registration
 from support.sidecar import running_sidecar
 from support.waiting import wait_until
 
@@ -88,3 +90,39 @@ def test_sighup_reloads_and_the_sidecar_goes_on(file):
             lambda: sidecar.status()["config"]["limits"]["jobs_max"] == 77, "the limit is read"
         )
         assert kept not in local.get("/metrics").text
+
+
+def save_rules(sidecar, name):
+    """What a new engine with full attention and sliding windows is told to save of each."""
+    memory = KvMemory()
+    stride = memory.blocks * memory.page_bytes
+    groups = [
+        Group(0, "full", 16, {"class": "full"}, ["a"]),
+        Group(1, "swa", 16, {"class": "swa"}, ["b"], window_tokens=40),
+    ]
+    places = [
+        Placement(one.group, one.layers, 0, 0, stride, memory.page_bytes, memory.page_bytes)
+        for one in groups
+    ]
+    scheduler = RawHalf(sidecar.run_dir, engine_id=name)
+    worker = RawHalf(sidecar.run_dir, 0, engine_id=name, memory=memory)
+    for half in (scheduler, worker):
+        half.attach()
+    scheduler.register(engine_registration([0], name.encode() * 16, retention_tokens=0))
+    told = worker.register(memory.registration(0, 1, groups=groups, placements=places))
+    for half in (worker, scheduler):
+        half.leave()
+    memory.close()
+    return told.save_rules
+
+
+def test_another_retention_counts_for_the_engines_that_register_from_then_on(file):
+    with running_sidecar(pool_bytes=8 << 20, flags=["--config", str(file)]) as sidecar:
+        assert save_rules(sidecar, "a") == ["all", "tail:3"]
+        for name, kept, rule in (("b", "dense", "held"), ("c", "engine", "tail:3")):
+            file.write_text(f'retention = "{kept}"\n')
+            sidecar.process.process.send_signal(signal.SIGHUP)
+            wait_until(
+                lambda kept=kept: sidecar.status()["config"]["retention"] == kept, "it is read"
+            )
+            assert save_rules(sidecar, name) == ["all", rule]
