@@ -187,6 +187,24 @@ class Bed:
         )  # fmt: skip
         self._run(engine, job, [_blocks(chunks), hashes])
 
+    def save_blocks(self, engine: Engine, hashes: bytes) -> None:
+        """Save one further block of as many requests as there are hashes, on the first rank."""
+        self._sent.clear()
+        worker, jobs = engine.session.workers[0], []
+        for at in range(0, len(hashes), HASH_BYTES):
+            jobs.append(self._number())
+            job = SaveJob(
+                jobs[-1], engine.session.life, NO_VERSION, "request", 0, 1,
+                0, BLOCK_TOKENS, 0, HASH_BYTES, [TableSlice(0, 0, 1)],
+            )  # fmt: skip
+            frames = [_blocks(1), hashes[at : at + HASH_BYTES]]
+            self._say(worker, Submit(encode_job(job)), frames)
+        self.pipeline.on_tick(NOW_S)
+        self.pipeline.on_copies(NOW_S)
+        if [one.status for one in self._sent if isinstance(one, Outcome)] != ["done"] * len(jobs):
+            raise RuntimeError(f"not done: {self._sent}")
+        self._say(worker, OutcomeAck(jobs))
+
     def load(self, engine: Engine, admission: int, tokens: int) -> None:
         """Load a leased prefix on every rank."""
         chunks = tokens // BLOCK_TOKENS
