@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvferry_connector.client import Client
 from kvferry_connector.config import FerryConfig
@@ -259,7 +259,12 @@ class Lookup:
         if max(hits) > local >= min(hits):  # what some leased is of no use
             self._asks += 1
             self._send(link, hot.Ask(admission.number, self._asks, local, local))
-        if admission.answered(time.monotonic(), admission.seq, min(hits), sources):
+        self._answered(admission, admission.seq, min(hits), sources)
+
+    def _answered(
+        self, admission: Admission, seq: int, hit: int, sources: Mapping[str, int]
+    ) -> None:
+        if admission.answered(time.monotonic(), seq, hit, sources):
             self._count("answers_hit" if admission.leased else "answers_miss")
 
     def _hear(
@@ -274,8 +279,7 @@ class Lookup:
             admission.hinted(now_s, least, stored)
         elif isinstance(message, hot.Answer):
             hit = message.hit_tokens // self._align * self._align
-            if admission.answered(now_s, message.seq, hit, message.sources):
-                self._count("answers_hit" if admission.leased else "answers_miss")
+            self._answered(admission, message.seq, hit, message.sources)
         elif isinstance(message, hot.Error):
             self._count("answers_refused")  # nothing better will come: a miss, and at once
             admission.answered(now_s, admission.seq, 0, {})

@@ -65,6 +65,7 @@ class Nodes:
         self._untold = dict(self._engines)
         self._messages: list[tuple[hot.FromHalf, tuple[bytes, ...]]] = []
         self._states = dict.fromkeys(self._engines, _AWAY)
+        self._unmet = set(self._engines)
         self._gathered: dict[int, _Gathered] = {}
         self._step = 0
         self._settle_by_s = time.monotonic() + settle_s_max
@@ -110,9 +111,7 @@ class Nodes:
         """
         if self._untold or self._messages:
             return True
-        if time.monotonic() > self._settle_by_s:
-            return False
-        return not all(state.epoch or state.trouble for state in self._states.values())
+        return bool(self._unmet) and time.monotonic() <= self._settle_by_s
 
     # --- from the deputies -------------------------------------------------------------------
 
@@ -121,6 +120,8 @@ class Nodes:
         before, self._states[rank] = self._states[rank], state
         if state.trouble and state.trouble != before.trouble:
             logger.error("the node of rank %d is not served: %s", rank, state.trouble)
+        if state.epoch or state.trouble:
+            self._unmet.discard(rank)
         if state.epoch:
             self._epochs |= dict.fromkeys(self._engines[rank].ranks, state.epoch)
         return state.epoch != before.epoch

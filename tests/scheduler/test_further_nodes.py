@@ -25,6 +25,7 @@ from support.two_nodes import (
     faults,
     from_store,
     loaded_bytes,
+    saved_bytes,
     two_nodes,
     wait_served,
 )
@@ -52,7 +53,9 @@ def prompt(chunks: int, salt: int = 7) -> list[int]:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
-    with two_nodes(tmp_path_factory.mktemp("nodes"), faults__enabled="true") as both:
+    # A held copy is held for as long as the test wants it.
+    settings = {"faults__enabled": "true", "limits__copy_ms_max": 300_000}
+    with two_nodes(tmp_path_factory.mktemp("nodes"), **settings) as both:
         yield both
 
 
@@ -64,8 +67,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
         ({"a": MLA, "b": MLA}, {}),
         ({**DENSE, "c": FULL, "d": FULL}, {"ranks": 4, "stages": 2}),
         (DENSE, {"stages": 2}),
+        (DENSE, {"dcp": 2}),
     ],
-    ids=["tensor parallel", "windows", "replicas", "both", "pipeline"],
+    ids=["tensor parallel", "windows", "replicas", "both", "pipeline", "context"],
 )
 def test_what_all_nodes_saved_is_a_hit_on_all(
     nodes: TwoNodes, specs: dict[str, Any], options: dict[str, int]
@@ -109,8 +113,10 @@ def test_a_reset_is_one_on_all_nodes(nodes: TwoNodes) -> None:
         assert engine.run("cold", tokens) == 0
         assert engine.scheduler.reset_prefix_cache()
         wait_served(engine)
+        before = [saved_bytes(one) for one in (nodes.first, nodes.second)]
         assert engine.run("after", tokens) == 0, "of another version"
-        assert engine.scheduler.reset_prefix_cache()
+        after = [saved_bytes(one) for one in (nodes.first, nodes.second)]
+        assert all(new > old for new, old in zip(after, before, strict=True))
     assert nodes.run(DENSE, "warm", tokens) == 5 * BLOCK, "an engine that was not reset"
 
 

@@ -30,7 +30,9 @@ class TwoNodes:
     def engine(self, specs: dict[str, Any], **options: Any) -> Iterator[EngineOfRanks]:
         """Yield an engine of two ranks that both nodes serve."""
         options = {"ranks": 2, "apart": self.second.run_dir} | options
-        with engine_of_ranks(self._folder, self.first.run_dir, specs, **options) as engine:
+        folder = self._folder / f"model-{options.get('dcp', 1)}"  # the config depends on it
+        folder.mkdir(exist_ok=True)
+        with engine_of_ranks(folder, self.first.run_dir, specs, **options) as engine:
             wait_served(engine)
             yield engine
 
@@ -86,6 +88,11 @@ def faults(sidecar: SidecarUnderTest, rules: str) -> None:
 def loaded_bytes(sidecar: SidecarUnderTest) -> int:
     """Bytes loaded into engines so far."""
     return int(read_status(sidecar.run_dir)["pipeline"]["ledger"]["loaded_bytes"])
+
+
+def saved_bytes(sidecar: SidecarUnderTest) -> int:
+    """Bytes saved by engines so far."""
+    return int(read_status(sidecar.run_dir)["pipeline"]["ledger"]["saved_bytes"])
 
 
 def written_on(sidecar: SidecarUnderTest) -> bool:
