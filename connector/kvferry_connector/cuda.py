@@ -43,7 +43,10 @@ _POOLED = (
 _CODES = {
     1: "an invalid value: this memory is not what the driver takes it for",
     201: "no context on this thread: a bug of the connector, report it",
+    2: "the GPU has no memory left: lower gpu_memory_utilization",
     304: "the operating system refused it: the container's sandbox does not allow it",
+    700: "the GPU's context is lost: see the engine's first error",
+    719: "the GPU's context is lost: see the engine's first error",
     800: "not permitted: confidential computing or a sandbox forbids sharing GPU memory",
     801: "not supported on this device or platform (WSL2, Tegra, some MIG partitions)",
 }

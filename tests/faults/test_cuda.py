@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kvferry_connector.wire.attach import Refused
+from kvferry_connector.wire.attach import Memory, Refused
+from msgspec.structs import replace
 from support.books import wait_settled
 from support.fake_cuda import FakeGpu, GpuKvMemory, library
 from support.hot_engine import HotEngine
@@ -138,6 +139,19 @@ def test_memory_that_cannot_be_opened_is_refused_with_the_remedy(
     refused = refusal_of(sidecar, memory)
     assert refused.code == "cuda"
     assert "MAP_FAILED" in refused.message
+    memory.close()
+
+
+def test_a_refused_buffer_takes_the_others_along(sidecar: SidecarUnderTest, gpu: FakeGpu) -> None:
+    memory = GpuKvMemory(gpu)
+    bad = Memory(1, 4096, "cuda", replace(memory.cuda, handle=bytes(64), buffer_id=7))
+    half = RawHalf(sidecar.run_dir, 0, memory=memory)
+    pidfd = os.pidfd_open(os.getpid())
+    half.stream.send(half.hello(memories=[*memory.offered(), bad]), [pidfd, *memory.fds()])
+    os.close(pidfd)
+    assert half.stream.expect(Refused).code == "cuda"
+    wait_until(lambda: device_mappings(sidecar) == 0, "the first buffer is closed")
+    half.close()
     memory.close()
 
 

@@ -90,6 +90,10 @@ ERRORS: dict[int, tuple[str, str]] = {
         "free some memory of the GPU (lower gpu_memory_utilization of the engine) or make the host "
         "pool smaller",
     ),
+    46: (
+        "DEVICE_UNAVAILABLE",
+        "another process has the GPU alone: set its compute mode to Default (nvidia-smi -c 0)",
+    ),
     100: ("NO_DEVICE", "give the sidecar the GPUs of the engines (NVIDIA_VISIBLE_DEVICES=all)"),
     201: (
         "INVALID_CONTEXT",
@@ -103,15 +107,24 @@ ERRORS: dict[int, tuple[str, str]] = {
     ),
     208: ("ALREADY_MAPPED", "another library in this process has opened it: report it"),
     217: ("PEER_ACCESS_UNSUPPORTED", "give the sidecar the GPU that holds the memory"),
+    400: ("INVALID_HANDLE", "a stream or module of a lost context: restart the sidecar"),
     500: ("NOT_FOUND", "the driver is too old for this: install a newer one"),
     304: ("OPERATING_SYSTEM", "raise the memlock limit (LimitMEMLOCK=infinity, IPC_LOCK)"),
     712: ("HOST_MEMORY_ALREADY_REGISTERED", "another library has registered the pool: report it"),
     713: ("HOST_MEMORY_NOT_REGISTERED", "report it with this text"),
     711: ("TOO_MANY_PEERS", "give the sidecar the GPU that holds the memory"),
+    700: ("ILLEGAL_ADDRESS", "the GPU's context is lost: restart the sidecar"),
     719: ("LAUNCH_FAILED", "the GPU's context is lost: restart the sidecar"),
     800: ("NOT_PERMITTED", "the container or sandbox forbids it: use the NVIDIA runtime"),
     801: ("NOT_SUPPORTED", "MIG, WSL, Tegra and confidential computing are not served"),
-    999: ("UNKNOWN", "look into the kernel's log for lines with Xid"),
+    803: (
+        "SYSTEM_DRIVER_MISMATCH",
+        "the container's libcuda is not of the node's driver: let the NVIDIA runtime mount it",
+    ),
+    999: (
+        "UNKNOWN",
+        "look into the kernel's log for lines with Xid; for a descriptor: it came from no driver",
+    ),
 }
 
 

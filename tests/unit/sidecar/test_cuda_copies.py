@@ -6,7 +6,9 @@ The kernel's own source runs here, compiled for this processor (support/fake_ker
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_void_p
@@ -280,3 +282,55 @@ def test_a_cancel_ends_the_rest_of_a_share(driver: Driver, monkeypatch: pytest.M
         closing.submit(engine.close).result(90)
     (result,) = engine.collect()
     assert result.moved_bytes == shape.payload_bytes
+
+
+def test_who_sees_a_result_may_close_the_memory(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread of the engine holds it any more when the result is announced."""
+    engine = two_slices(monkeypatch, driver)
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    memory = weakref.ref(layout.memory)
+    begin, held_then = threading.Event(), []
+    run, wake = engine.run, os.eventfd_write
+
+    def run_later(*job: object) -> None:
+        assert begin.wait(90)
+        run(*job)
+
+    def noted(fd: int, value: int) -> None:
+        held_then.append(memory() is not None)
+        wake(fd, value)
+
+    monkeypatch.setattr(engine, "run", run_later)
+    monkeypatch.setattr(cuda.os, "eventfd_write", noted)
+    engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
+    del layout
+    begin.set()
+    wait_until(engine.collect, "the save ends")
+    assert held_then == [False]
+    engine.close()
+
+
+def test_ways_are_compared_once_per_gpu_and_direction(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is kept as long as the sidecar runs, whatever engine comes next."""
+    compared: list[tuple[int, Direction]] = []
+
+    def noted(
+        driver: Driver, ordinal: int, direction: Direction, *_: object, **how: object
+    ) -> Ways:
+        compared.append((ordinal, direction))
+        return Ways([RectMover(driver)])
+
+    monkeypatch.setattr(cuda, "find_ways", noted)
+    engine = two_slices(monkeypatch, driver)
+    shape = SHAPES[0]
+    for ticket, direction in enumerate([Direction.GATHER, Direction.SCATTER] * 2):
+        layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+        engine.submit(ticket, direction, extents_of(layout, [1, 2], [0, 65536], crc=False))
+        wait_until(engine.collect, "the copy ends")
+    assert sorted(compared) == [(0, Direction.GATHER), (0, Direction.SCATTER)]
+    engine.close()

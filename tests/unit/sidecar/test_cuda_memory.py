@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 import structlog
-from kvferry_connector.cuda import Driver as EngineDriver
 from kvferry_connector.wire.attach import CudaMemory, Memory
 from kvferry_sidecar.engines import cuda_memory, pages
 from kvferry_sidecar.engines.base import PoolSpan
@@ -123,72 +122,6 @@ def test_what_cannot_be_opened_is_refused_with_a_remedy(
     assert len(memories) == gpu.mapped() == 0
 
 
-MAPPING = (
-    "cuMemImportFromShareableHandle",
-    "cuMemAddressReserve",
-    "cuMemMap",
-    "cuMemSetAccess",
-    "cuMemRelease",
-)
-
-
-@pytest.fixture
-def virtual(gpu: FakeGpu) -> Iterator[tuple[Memory, int]]:
-    """Virtual memory, as the connector exports it, and its descriptor."""
-    address = gpu.alloc(ALLOCATION_BYTES, device=1, kind="virtual", types=1)
-    bytes_at(address, ALLOCATION_BYTES)[:] = 42
-    exporter = EngineDriver(str(library()))
-    cuda = exporter.export(address + 4096, 1)
-    fd = exporter.export_fd(address)
-    gpu.forget()
-    yield Memory(0, 8192, "cuda-fd", cuda), fd
-    os.close(fd)
-
-
-def test_virtual_memory_is_mapped_by_its_descriptor(
-    gpu: FakeGpu, memories: CudaMemories, virtual: tuple[Memory, int]
-) -> None:
-    memory, fd = virtual
-    first = memories.open(memory, 5, fd)
-    assert (bytes_at(first.address, 8192) == 42).all()
-    assert gpu.handles() == 0, "the mapping alone holds the memory"
-    calls = [call for call in gpu.calls() if call.startswith("cuMem")]
-    assert calls == [*MAPPING[:3], "cuMemRelease", "cuMemSetAccess"]
-    second = memories.open(memory, 5, fd)
-    assert second.address != first.address, "another descriptor may be of other memory"
-    assert memories.mapped_bytes(1) == 2 * ALLOCATION_BYTES
-    del first, second
-    assert (gpu.mapped(), len(memories)) == (0, 0)
-    assert gpu.calls("cuMemUnmap") == ["cuMemUnmap"] * 2
-    assert gpu.calls("cuMemAddressFree") == ["cuMemAddressFree"] * 2
-
-
-@pytest.mark.parametrize("name", MAPPING)
-def test_a_mapping_that_fails_half_way_leaves_nothing(
-    gpu: FakeGpu, memories: CudaMemories, virtual: tuple[Memory, int], name: str
-) -> None:
-    memory, fd = virtual
-    gpu.fail(name, 2)
-    with pytest.raises(CudaError, match=f"{name} failed: CUDA_ERROR_OUT_OF_MEMORY"):
-        memories.open(memory, 5, fd)
-    gpu.fail("", 0)
-    assert (gpu.mapped(), len(memories)) == (0, 0)
-    assert len(gpu.calls("cuMemAddressFree")) == len(gpu.calls("cuMemAddressReserve")) - (
-        name == "cuMemAddressReserve"
-    )
-    assert gpu.handles() == (name == "cuMemRelease")
-
-
-def test_the_number_of_anothers_descriptor_opens_nothing(
-    gpu: FakeGpu, memories: CudaMemories, virtual: tuple[Memory, int]
-) -> None:
-    with pytest.raises(CudaError, match="UNKNOWN"):
-        memories.open(virtual[0], 5, 4000)
-    with pytest.raises(CudaError, match="no handle of 64"):
-        memories.open(virtual[0], 5)
-    assert gpu.mapped() == 0
-
-
 @pytest.mark.parametrize("code", sorted(ERRORS))
 def test_each_known_error_is_named_with_a_remedy(
     gpu: FakeGpu, memories: CudaMemories, exported: CudaMemory, code: int
@@ -201,6 +134,22 @@ def test_each_known_error_is_named_with_a_remedy(
     assert name in str(caught.value)
     assert remedy in str(caught.value)
     assert len(memories) == 0
+
+
+# What imports fail with in the field, and a word of what to do about it.
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [
+        (1, "expandable segments"), (2, "gpu_memory_utilization"), (46, "compute mode"),
+        (201, "shareProcessNamespace"), (205, "not by CDI or DRA"), (208, "report it"),
+        (217, "the GPU that holds the memory"), (304, "memlock"), (400, "restart the sidecar"),
+        (711, "the GPU that holds the memory"), (712, "another library"), (713, "report it"),
+        (719, "restart the sidecar"), (800, "NVIDIA runtime"), (801, "MIG"), (803, "libcuda"),
+        (999, "Xid"),
+    ],
+)  # fmt: skip
+def test_what_to_do_about_an_error(code: int, word: str) -> None:
+    assert word in ERRORS[code][1]
 
 
 def test_an_unknown_error_keeps_its_number() -> None:
