@@ -48,9 +48,9 @@ def test_attach_send_receive_and_leave(serve: Serve, client_for: Attach) -> None
     assert received(client, link, 1) == [(hot.Hint(9, 64, 4), [b"raw"])]
     client.close()
     wait_until(lambda: sidecar.events("bye"), "Bye")
+    wait_until(lambda: client.state == "stopped", "its thread has ended")
     assert client.link() is None
     assert client.silent()
-    assert client.state == "stopped"
 
 
 def test_hello_carries_pidfd_fence_and_memories(serve: Serve, client_for: Attach) -> None:

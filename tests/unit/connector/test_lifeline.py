@@ -237,5 +237,5 @@ def test_an_engine_that_ends_waits_for_its_memory_but_not_for_ever(
     client = client_for(WORKER, RANK)
     ready_link(client, 1)
     client.close()
-    assert client.state == "stopped"
+    wait_until(lambda: client.state == "stopped", "its thread has ended")
     wait_until(lambda: sidecar.events("bye"), "Bye")
