@@ -18,7 +18,7 @@ from kvferry_demo import protocol
 
 ENGINE_START_S = 240.0
 ENGINE_REPLY_S = 330.0
-SIDECAR_START_S = 60.0
+SIDECAR_START_S = 180.0
 STOP_S = 20.0
 _POLL_S = 0.02
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps POSIX shared memory
