@@ -288,6 +288,26 @@ def test_an_idle_pipeline_wants_no_tick():
     assert Bed().pass_s(1.0) == math.inf
 
 
+def test_without_an_open_job_it_wakes_for_what_is_due_next():
+    bed, engine = Bed(), make_engine()
+    limits = Limits()
+    job, raw = bed.save_job(engine, 1, [1])
+    bed.submit(engine.workers[0], job, raw)
+    bed.run_copies()
+    began_s = bed.now_s
+    wait_s = bed.pass_s(0.001)
+    assert bed.now_s + wait_s == pytest.approx(began_s + limits.outcome_resend_ms / 1e3)
+    bed.take(Outcome)
+    bed.pass_s(wait_s)
+    assert len(bed.take(Outcome)) == 1
+    bed.say(engine.workers[0], OutcomeAck([job.job]))
+    bed.probe(engine, 1, 1, 1)
+    assert bed.ask(engine, 1).hit_tokens == BLOCK
+    assert bed.pass_s(0) == pytest.approx(limits.lease_idle_ms_max / 1e3)
+    assert bed.pass_s(limits.lease_idle_ms_max / 1e3) == math.inf
+    assert bed.pipeline.snapshot().idle_falls == 1
+
+
 def test_nothing_of_an_ended_job_is_left_to_the_collector():
     """Its parts hold the engine's memory, which must go with the engine, at once."""
 
