@@ -22,9 +22,8 @@ LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 _UUID_BYTES = 16
 _PORTABLE_AND_MAPPED = 3  # of cuMemHostRegister
-# CUpointer_attribute
-_BUFFER_ID, _LEGACY_CAPABLE, _HANDLE_TYPES, _MEMPOOL = 7, 10, 14, 17
-_POSIX_FD, _FABRIC = 1, 8  # CUmemAllocationHandleType
+# CUpointer_attribute; the last two are of CUmemAllocationHandleType
+_BUFFER_ID, _LEGACY_CAPABLE, _HANDLE_TYPES, _MEMPOOL, _POSIX_FD, _FABRIC = 7, 10, 14, 17, 1, 8
 
 _VIRTUAL = (
     "virtual memory, of which no descriptor can be had: start the engine without "
@@ -42,11 +41,10 @@ _POOLED = (
 # What the driver's codes mean for a call made here, with what to do.
 _CODES = {
     1: "an invalid value: this memory is not what the driver takes it for",
-    201: "no context on this thread: a bug of the connector, report it",
     2: "the GPU has no memory left: lower gpu_memory_utilization",
+    201: "no context on this thread: a bug of the connector, report it",
     304: "the operating system refused it: the container's sandbox does not allow it",
-    700: "the GPU's context is lost: see the engine's first error",
-    719: "the GPU's context is lost: see the engine's first error",
+    **dict.fromkeys((700, 719), "the GPU's context is lost: see the engine's first error"),
     800: "not permitted: confidential computing or a sandbox forbids sharing GPU memory",
     801: "not supported on this device or platform (WSL2, Tegra, some MIG partitions)",
 }
