@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvferry_demo.driver import Driver
 from kvferry_demo.protocol import Ask, EngineSetup
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer import (
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    kv_transfer_state,
+)
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
@@ -134,6 +140,20 @@ class BenchEngine(Driver):
         if not asleep:
             raise TimeoutError("the engine does not fall asleep")
         self._ended.clear()
+
+    @contextmanager
+    def using(self, scheduler: Any, worker: Any) -> Iterator[None]:
+        """Have vLLM call these connector objects; nothing may run or be open at either end."""
+        before = self._scheduler.connector, get_kv_transfer_group()
+        self._scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = scheduler, worker
+        try:
+            yield
+        finally:
+            self._scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = before
+
+    def new_connector(self, kind: Any, role: Any) -> Any:
+        """Return a connector of class ``kind`` for this engine; vLLM does not call it yet."""
+        return kind(self._scheduler.vllm_config, role, self._scheduler.kv_cache_config)
 
     def forget_local(self) -> None:
         """Empty vLLM's own prefix cache without leaving the namespace."""

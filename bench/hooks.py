@@ -1,10 +1,10 @@
 """Connector time in hooks per engine step, net of a connector that does nothing.
 
-Two real engines (no attention: bench/engine.py) run the same requests, one with FerryConnector and
-a real sidecar, one with bench/null_connector.py. Every public method of both connector objects is
-wrapped with the same clock; the null connector's time, clock included, is subtracted. ``median`` is
-the step on which nothing completes; ``mean`` has the saves of every 128th token in it, and is that
-of the best round of 128 steps: whatever else runs on the machine only adds to it.
+One real engine (no attention: bench/engine.py) runs requests with FerryConnector and a real
+sidecar, and by turns with bench/null_connector.py. Every public method of both connectors' objects
+is wrapped with the same clock; the null connector's time, clock included, is subtracted. ``median``
+is the step on which nothing completes; ``mean`` has the saves of what is generated in it, each
+request's once in a round of 512 steps, and is that of the best round.
 """
 
 from __future__ import annotations
@@ -19,28 +19,24 @@ POOL_BYTES = 512 << 20
 GOALS_US = {"1": 4.0, "8": 11.0, "32": 19.0}
 PROBE_GOALS_MS = {"8192": 0.1, "131072": 0.5}
 PROBE_BYTES_RATIO = 1.1
-FERRY = {"connector": "FerryConnector", "module": "kvferry_connector"}
-NULL = {"connector": "NullConnector", "module": "bench.null_connector", "run_dir": ""}
 
 
 def run(quick: bool) -> dict[str, object]:
     """Return us per step net of the null connector, and what probes cost."""
-    steps = {"what": "steps", "block_tokens": 128, "steps": 128 if quick else 512,
+    steps = {"what": "steps", "block_tokens": 128, "turns": 1 if quick else 5,
              "rounds": 5 if quick else 20}  # fmt: skip
-    probes = {"what": "probes", "block_tokens": 16, "steps": 0, "rounds": 10 if quick else 40}
+    probes = {"what": "probes", "block_tokens": 16, "rounds": 10 if quick else 40}
     with running_sidecar(POOL_BYTES, ("--log-level", "warning")) as sidecar:
-        ferry = FERRY | {"run_dir": str(sidecar.run_dir)}
-        null = in_engine_process("bench.hooks_child", steps | NULL)
-        own: dict[str, Any] = in_engine_process("bench.hooks_child", steps | ferry)
-        null_probes = in_engine_process("bench.hooks_child", probes | NULL)
-        own_probes: dict[str, Any] = in_engine_process("bench.hooks_child", probes | ferry)
-    if own["hook_errors"] or own_probes["hook_errors"]:
+        run_dir = {"run_dir": str(sidecar.run_dir)}
+        step: dict[str, Any] = in_engine_process("bench.hooks_child", steps | run_dir)
+        probe: dict[str, Any] = in_engine_process("bench.hooks_child", probes | run_dir)
+    if step["hook_errors"] or probe["hook_errors"]:
         raise RuntimeError("hooks raised: the figures would be of the error path")
-    figures = _steps(own, null) + _probes(own_probes, null_probes)
+    figures = _steps(step["ferry"], step["null"]) + _probes(probe["ferry"], probe["null"])
     return {
         "figures": figures,
-        "reference": "the same clock around a connector that does nothing, same run",
-        "ferry": own, "null": null, "probes": own_probes,
+        "reference": "the same clock around a connector that does nothing, same engine, by turns",
+        "ferry": step["ferry"], "null": step["null"], "probes": probe,
     }  # fmt: skip
 
 
@@ -65,7 +61,7 @@ def _steps(own: dict[str, Any], null: dict[str, Any]) -> list[Figure]:
 def _probes(own: dict[str, Any], null: dict[str, Any]) -> list[Figure]:
     figures: list[Figure] = []
     for tokens, goal in PROBE_GOALS_MS.items():
-        mine, floor = own["probes"][tokens], null["probes"][tokens]
+        mine, floor = own[tokens], null[tokens]
         net_ms = (mine["median_us"] - floor["median_us"]) / 1e3
         title = f"probe of {tokens} tokens ({mine['hashes']} hashes): hook time, median, net"
         figures.append(at_most(title, net_ms, "ms", goal))

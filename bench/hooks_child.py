@@ -1,22 +1,27 @@
-"""The engine's side of bench/hooks.py: one engine, one connector, time in hooks per step."""
+"""The engine's side of bench/hooks.py: one engine, two connectors by turns, time in hooks."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from kvferry_connector.wire import codec
 from kvferry_demo.protocol import EngineSetup
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from bench.common import percentile
 from bench.engine import DEADLINE_S, BenchEngine, Clock, Spent, write_config
+from bench.null_connector import NullConnector
 
-ROUND_STEPS = 128  # in which every request completes one block
+ROUND_STEPS = 512  # in which every request saves what it generated exactly once
 PREFILL_TOKENS = 2048  # of a step; 16 chunks of 128
 LOADS = 32
 PENDING_STEPS = 60  # before the running request completes a block: that would be a save
@@ -25,36 +30,34 @@ PROBE_TOKENS = (8192, 131072)
 
 
 def measure(setup: dict[str, Any]) -> dict[str, Any]:
-    """Build the engine and measure what ``setup`` names."""
+    """Build the engine and measure what ``setup`` names, for both connectors by turns."""
     engine = BenchEngine(_engine_setup(setup))
-    ferry = setup["connector"] == "FerryConnector"
-    if ferry:
-        engine.wait_ready()
-    bench = Bench(engine, int(setup["steps"]))
-    result: dict[str, Any] = {"running": {}}
+    engine.wait_ready()
+    bench = Bench(engine)
+    rounds = int(setup["rounds"])
+    ferry: dict[str, Any] = {}
+    null: dict[str, Any] = {}
     if setup["what"] == "steps":
+        ferry["running"], null["running"] = {}, {}
         for count in (1, 8, 32):
-            result["running"][str(count)] = bench.decode(count)
-        result["prefill"] = bench.prefill(int(setup["rounds"]))
-        if ferry:
-            result["loads"] = bench.loads_pending()
+            found = bench.decode(count, int(setup["turns"]))
+            ferry["running"][str(count)], null["running"][str(count)] = found
+        ferry["prefill"], null["prefill"] = bench.both(lambda: bench.prefill(rounds))
+        ferry["loads"] = bench.loads_pending()
     else:
-        result["probes"] = {
-            str(tokens): bench.probe(tokens, int(setup["rounds"])) for tokens in PROBE_TOKENS
-        }
-    if ferry:
-        result["hook_errors"] = bench.counts.get("hook_errors", 0)
-        result["counts"] = bench.counts
+        for tokens in PROBE_TOKENS:
+            found = bench.both(lambda tokens=tokens: bench.probe(tokens, rounds))
+            ferry[str(tokens)], null[str(tokens)] = found
     engine.close()
-    return result
+    return {"ferry": ferry, "null": null, "hook_errors": bench.counts.get("hook_errors", 0)}
 
 
 def _engine_setup(setup: dict[str, Any]) -> EngineSetup:
     # On a busy machine an answer may take longer than the default: a load is wanted, not a miss.
-    extra = {"run_dir": setup["run_dir"], "probe_ms_max": 10_000} if setup["run_dir"] else {}
+    extra = {"run_dir": setup["run_dir"], "probe_ms_max": 10_000}
     transfer = {
-        "kv_connector": setup["connector"],
-        "kv_connector_module_path": setup["module"],
+        "kv_connector": "FerryConnector",
+        "kv_connector_module_path": "kvferry_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
@@ -69,33 +72,58 @@ def _engine_setup(setup: dict[str, Any]) -> EngineSetup:
     )
 
 
+@dataclass(slots=True)
+class Side:
+    """One connector as vLLM sees it, both halves under one clock."""
+
+    scheduler: Any
+    worker: Any
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.clock.wrap(self.scheduler)
+        self.clock.wrap(self.worker)
+
+
 class Bench:
     """Measures one engine; prompts never repeat unless a hit is meant."""
 
-    def __init__(self, engine: BenchEngine, steps: int) -> None:
+    def __init__(self, engine: BenchEngine) -> None:
         self.engine = engine
-        self.steps = steps
         self.counts: dict[str, int] = {}
         self._random = np.random.default_rng(3)
         self._names = 0
-        self._clock = Clock()
         self._watch_stats(engine.scheduler_connector)
         self._watch_stats(engine.worker_connector)
-        self._clock.wrap(engine.scheduler_connector)
-        self._clock.wrap(engine.worker_connector)
+        self._ferry = Side(engine.scheduler_connector, engine.worker_connector)
+        roles = (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+        self._null = Side(*(engine.new_connector(NullConnector, role) for role in roles))
+        self._side = self._ferry
 
     def _watch_stats(self, connector: Any) -> None:
         """Sum what the connector counts."""
-        stats = getattr(connector, "_stats", None)
-        if stats is not None:
-            count = stats.count
+        count = connector._stats.count
 
-            def counted(name: str, number: int = 1) -> None:
-                if name == "hook_errors":
-                    self.counts[name] = self.counts.get(name, 0) + number
-                count(name, number)
+        def counted(name: str, number: int = 1) -> None:
+            if name == "hook_errors":
+                self.counts[name] = self.counts.get(name, 0) + number
+            count(name, number)
 
-            stats.count = counted
+        connector._stats.count = counted
+
+    @contextmanager
+    def _using(self, side: Side) -> Iterator[Clock]:
+        self._side = side
+        with self.engine.using(side.scheduler, side.worker):
+            yield side.clock
+        self._side = self._ferry
+
+    def both(self, measured: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what is measured with kvferry, and with the connector that does nothing."""
+        with self._using(self._null):
+            null = measured()
+        with self._using(self._ferry):
+            return measured(), null
 
     def _tokens(self, count: int) -> list[int]:
         return [int(token) for token in self._random.integers(3, 1000, count)]
@@ -106,8 +134,31 @@ class Bench:
         self.engine.start(name, tokens, max_tokens)
         return name
 
-    def decode(self, count: int) -> dict[str, Any]:
-        """Hook time per step while ``count`` requests decode, in us."""
+    def decode(self, count: int, turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Hook time per step while ``count`` requests decode, in us: kvferry's, and the floor.
+
+        ``mean_us`` is of the best round, as whatever else runs on the machine only adds to it.
+        """
+        sides = (self._ferry, self._null)
+        rounds: list[list[list[Spent]]] = [[] for _ in sides]
+        cpu: list[list[Spent]] = [[] for _ in sides]
+        for turn in range(turns + 1):
+            for number, side in enumerate(sides):
+                with self._using(side) as clock:
+                    # Last with CPU time, which the clock of the figures leaves out (it costs a
+                    # system call).
+                    clock.cpu = turn == turns
+                    spent = self._round(count)
+                    if clock.cpu:
+                        cpu[number] = spent
+                    else:
+                        rounds[number].append(spent)
+                    clock.cpu = False
+        ferry, null = (_of_rounds(*one) for one in zip(rounds, cpu, strict=True))
+        return ferry, null
+
+    def _round(self, count: int) -> list[Spent]:
+        """Return what the hooks of each step of one round cost."""
         for _ in range(count):
             self._add(self._tokens(40), 8000)
         for _ in range(20):
@@ -115,27 +166,18 @@ class Bench:
         running = len(self.engine._scheduler.running)
         if running != count:
             raise RuntimeError(f"{running} of {count} requests run")
-        summary = self._steps(self.steps)
-        # Again with CPU time, which the clock of the figures leaves out (it costs a system call).
-        self._clock.cpu = True
-        cpu = self._steps(self.steps)
-        self._clock.cpu = False
+        spent = self._steps(ROUND_STEPS)
         self.engine.end_all()
-        return summary | {"cpu_mean_us": cpu["cpu_mean_us"], "cpu_median_us": cpu["cpu_median_us"]}
+        self.engine.forget_local()
+        return spent
 
-    def _steps(self, count: int) -> dict[str, Any]:
-        """Take steps and return what their hooks cost; ``mean_us`` is of the best whole round."""
+    def _steps(self, count: int) -> list[Spent]:
         spent = []
-        self._clock.take()
+        self._side.clock.take()
         for _ in range(count):
             self.engine.step()
-            spent.append(self._clock.take())
-        walls = [one.wall_us for one in spent]
-        rounds = [walls[at : at + ROUND_STEPS] for at in range(0, count, ROUND_STEPS)]
-        whole = [one for one in rounds if len(one) == ROUND_STEPS] or [walls]
-        best_us = min(statistics.fmean(one) for one in whole)
-        summary = _summary(spent)
-        return summary | {"mean_us": best_us, "mean_of_all_us": summary["mean_us"]}
+            spent.append(self._side.clock.take())
+        return spent
 
     def prefill(self, rounds: int) -> dict[str, Any]:
         """Hook time of a step that computes (and saves) 2048 tokens of one request, in us.
@@ -143,17 +185,17 @@ class Bench:
         It is the second step of its request: no lookup, and the first save's outcome may come.
         """
         spent = []
-        self._clock.cpu = True
+        self._side.clock.cpu = True
         for _ in range(rounds):
             self._add(self._tokens(2 * PREFILL_TOKENS + 64), 1)
             self.engine.step()
             time.sleep(0.02)
-            self._clock.take()
+            self._side.clock.take()
             self.engine.step()
-            spent.append(self._clock.take())
+            spent.append(self._side.clock.take())
             self.engine.end_all()
             self.engine.forget_local()
-        self._clock.cpu = False
+        self._side.clock.cpu = False
         return _summary(spent)
 
     def loads_pending(self) -> dict[str, Any]:
@@ -180,7 +222,7 @@ class Bench:
             for _ in range(5):
                 engine.step()
                 time.sleep(0.05)  # the answers to all asks come in
-            summary = self._steps(PENDING_STEPS)
+            summary = _summary(self._steps(PENDING_STEPS))
             pending = sum(bool(job.load_of) for job in worker._open.values())
         finally:
             fence.bound = bound
@@ -197,11 +239,11 @@ class Bench:
 
     def probe(self, tokens: int, rounds: int) -> dict[str, Any]:
         """Hook time of on_new_request for a prompt of ``tokens``, and the bytes of its probe."""
-        connector = self.engine.scheduler_connector
+        connector = self._side.scheduler
         half = getattr(connector, "_scheduler", None)
         sent = None if half is None else _SentBytes(half._lookup.client)
         spent = []
-        self._clock.cpu = True
+        self._side.clock.cpu = True
         for number in range(rounds):
             params = SamplingParams(max_tokens=1, ignore_eos=True)
             params.update_from_generation_config({}, 2)
@@ -212,16 +254,16 @@ class Bench:
                 pooling_params=None,
                 block_hasher=self.engine.request_block_hasher,
             )
-            self._clock.take()
+            self._side.clock.take()
             connector.on_new_request(request)
-            spent.append(self._clock.take())
+            spent.append(self._side.clock.take())
             hashes = b"".join(request.block_hashes)
             connector.request_finished_all_groups(request, ([],))
             if half is not None:
                 half._lookup.end_step()
             time.sleep(0.003)
         more = {} if sent is None else {"probe_bytes": sent.last, "hashes_bytes": len(hashes)}
-        self._clock.cpu = False
+        self._side.clock.cpu = False
         return _summary(spent) | more | {"hashes": len(request.block_hashes)}
 
 
@@ -242,6 +284,18 @@ class _SentBytes:
             return bool(send(link, message, raw))
 
         client.send = counted
+
+
+def _of_rounds(rounds: list[list[Spent]], cpu: list[Spent]) -> dict[str, Any]:
+    summary = _summary([one for spent in rounds for one in spent])
+    means = [statistics.fmean(one.wall_us for one in spent) for spent in rounds]
+    cpus = _summary(cpu)
+    return summary | {
+        "mean_us": min(means),
+        "round_means_us": means,
+        "cpu_mean_us": cpus["cpu_mean_us"],
+        "cpu_median_us": cpus["cpu_median_us"],
+    }
 
 
 def _summary(spent: list[Spent]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from bench.peer.variants import CACHES, FERRY, LMCACHE
 TOKENS = (1024, 8192, 32768, 131072)
 STORED_SEED = 7
 TARGET = 5.0
-WAITS = "kvferry's first question waits up to 0.3 ms for the answer"
+WAITS = "kvferry's first question waits for the answer where nobody else runs"
 FIGURES = (
     ("hooks_ms", "time in the scheduler", "ms"),
     ("hooks_cpu_ms", "CPU in all hooks meanwhile", "ms"),

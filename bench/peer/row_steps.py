@@ -10,7 +10,7 @@ from bench.peer.stats import medians
 from bench.peer.variants import CACHES, FERRY, LMCACHE, NONE, NULL
 
 RUNNING = (1, 8, 32)
-STEPS = 128  # in which every request completes one block
+STEPS = 512  # in which kvferry saves what each request generated exactly once
 TARGET = 5.0
 DECODED = "kvferry saves generated tokens, LMCache only prompts"
 
