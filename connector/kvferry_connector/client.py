@@ -146,9 +146,9 @@ class Client:
         self._lifeline.token_ns = token_ns
 
     def set_acks(self, jobs: list[int]) -> None:
-        """Share the list of jobs whose outcomes are not acknowledged yet, for heartbeats.
+        """Share the list of jobs whose outcomes are not acknowledged yet: heartbeats take from it.
 
-        The caller goes on changing it in place; heartbeats read it in one step of the interpreter.
+        The caller goes on appending to it; each side takes away what it has sent.
         """
         self._lifeline.acks = jobs
 

@@ -30,6 +30,7 @@ class FerryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     run_dir: str = ""
     lookup_wait_us_max: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 300
+    idle_wait_us_max: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 2_000
     probe_ms_max: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 100
     hint_fresh_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 50
     pinned_blocks_max: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
@@ -37,6 +38,7 @@ class FerryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     job_ask_ms: Annotated[int, msgspec.Meta(ge=10, le=600_000)] = 2_000
     silent_ms_max: Annotated[int, msgspec.Meta(ge=100, le=600_000)] = 3_000
     attach_ms_max: Annotated[int, msgspec.Meta(ge=100, le=600_000)] = 5_000
+    gather_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 512
     heartbeat_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 0
     loads: bool = True
     saves: bool = True

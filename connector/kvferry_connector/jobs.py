@@ -107,11 +107,6 @@ class Job:
     done: bool = True
     shorter_tokens: int | None = None
 
-    @property
-    def is_load(self) -> bool:
-        """Whether it is a load."""
-        return bool(self.load_of)
-
 
 class Jobs:
     """The open jobs of one engine. Job numbers grow over its life and are never used again."""
@@ -122,7 +117,7 @@ class Jobs:
         self.pinned_blocks = 0
         self.pool: BlockPool | None = None
         self._open: dict[int, Job] = {}
-        self._last = 0
+        self.last = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -137,9 +132,9 @@ class Jobs:
 
     def open_load(self, request: str) -> int:
         """Return the number of a new load job."""
-        self._last += 1
-        self._open[self._last] = Job(load_of=request)
-        return self._last
+        self.last += 1
+        self._open[self.last] = Job(load_of=request)
+        return self.last
 
     def open_save(self, block_ids: Iterable[int]) -> int:
         """Pin each block once and return the number of the job that holds them.
@@ -151,9 +146,9 @@ class Jobs:
         ids = list(dict.fromkeys(block_ids))
         vllm_compat.touch(self.pool, ids)
         self.pinned_blocks += len(ids)
-        self._last += 1
-        self._open[self._last] = Job(block_ids=ids)
-        return self._last
+        self.last += 1
+        self._open[self.last] = Job(block_ids=ids)
+        return self.last
 
     @contextmanager
     def lifted(self) -> Iterator[None]:

@@ -279,6 +279,7 @@ class Lifeline:
         self._beats += 1
         acks = self.acks[:ids_max]
         stream.send(attach.Heartbeat(self._beats, as_of, live, acks, self.token_ns))
+        del self.acks[: len(acks)]
 
     def _handle(self, message: attach.ToPeer) -> None:
         link = self.published

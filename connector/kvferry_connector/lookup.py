@@ -24,7 +24,8 @@ Count = Callable[..., None]
 class Lookup:
     """Answers "how much of this request do you have?" within its time, for all admissions.
 
-    ``count(name, number=1)`` takes the events. Waits at most ``lookup_wait_us_max`` per step.
+    ``count(name, number=1)`` takes the events. Waits at most ``lookup_wait_us_max`` per step, and
+    ``idle_wait_us_max`` for the only request of an engine: there the alternative is an empty step.
     """
 
     def __init__(self, config: FerryConfig, engine: RegisterEngine, count: Count) -> None:
@@ -65,7 +66,9 @@ class Lookup:
         if link is not None and self._cap(request) > 0 and not request.skip_reading_prefix_cache:
             self._probe(tracked, link)
 
-    def ask(self, tracked: Tracked, local_tokens: int) -> tuple[int | None, Link | None]:
+    def ask(
+        self, tracked: Tracked, local_tokens: int, *, alone: bool = False
+    ) -> tuple[int | None, Link | None]:
         """Return the tokens to load beyond ``local_tokens``, or None for "ask me later"."""
         link = self.link()
         admission = tracked.admission
@@ -81,7 +84,7 @@ class Lookup:
         if isinstance(decision, Send):
             if decision.probe and not self._probe(tracked, link):
                 return 0, link
-            if not self._send_ask(admission, link, local_tokens, cap):
+            if not self._send_ask(admission, link, local_tokens, cap, alone=alone):
                 return 0, link
             decision = admission.ask(time.monotonic(), local_tokens, cap, epoch, limits)
             if isinstance(decision, Send):
@@ -156,22 +159,18 @@ class Lookup:
         request, admission = tracked.request, tracked.admission
         hashes = request.block_hashes
         message = hot.Probe(
-            request=request.request_id,
-            admission=admission.number,
-            version=admission.version,
-            start=0,
-            total=len(hashes),
-            num_tokens=request.num_tokens,
-            hash_bytes=len(hashes[0]),
-            predecessor=b"",
-            trace=(request.trace_headers or {}).get("traceparent", ""),
-        )
+            request=request.request_id, admission=admission.number, version=admission.version,
+            start=0, total=len(hashes), num_tokens=request.num_tokens, predecessor=b"",
+            hash_bytes=len(hashes[0]), trace=(request.trace_headers or {}).get("traceparent", ""),
+        )  # fmt: skip
         if not self._send(link, message, (b"".join(hashes),)):
             return False
         admission.probed(link.epoch)
         return True
 
-    def _send_ask(self, admission: Admission, link: Link, local: int, cap: int) -> bool:
+    def _send_ask(
+        self, admission: Admission, link: Link, local: int, cap: int, *, alone: bool = False
+    ) -> bool:
         """Send an Ask, and wait for its answer if nothing was waited for in this step yet.
 
         An answer of further nodes is never there in the same step.
@@ -186,9 +185,9 @@ class Lookup:
             self.nodes.asked(admission.number, self._asks, anew=anew)
             self.stirred = True
             return True
-        wait_s = 0.0 if self._waited else self._config.lookup_wait_us_max * 1e-6
+        wait_us = self._config.idle_wait_us_max if alone else self._config.lookup_wait_us_max
+        deadline = time.perf_counter() + (0 if self._waited else wait_us * 1e-6)
         self._waited = self.stirred = True
-        deadline = time.perf_counter() + wait_s
         while admission.phase is Phase.ASKING:
             left_us = max(0, int((deadline - time.perf_counter()) * 1e6))
             if not self._receive(link, left_us) or left_us == 0:
@@ -277,6 +276,8 @@ class Lookup:
             if self.nodes is not None:
                 least, stored = self.nodes.hinted(admission.number, node, least)
             admission.hinted(now_s, least, stored)
+            if self.nodes is None and admission.missed(now_s):
+                self._count("answers_miss")
         elif isinstance(message, hot.Answer):
             hit = message.hit_tokens // self._align * self._align
             self._answered(admission, message.seq, hit, message.sources)

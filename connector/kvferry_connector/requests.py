@@ -140,6 +140,16 @@ class Admission:
         if self.phase < Phase.LOADING:
             self.stored_tokens = max(self.stored_tokens, stored_tokens)
 
+    def missed(self, now_s: float) -> bool:
+        """Whether the last hint answers the ask that is out: there is no more than the engine has.
+
+        Should that ask still bring a lease, it falls with the next heartbeat, which does not name
+        it.
+        """
+        hint = self.hint_tokens
+        miss = hint is not None and hint <= self.local_tokens
+        return miss and self.answered(now_s, self.seq, hint or 0, {})
+
     def void(self) -> None:
         """Forget what a sidecar said: it does not know this admission (any more).
 

@@ -8,7 +8,8 @@ A step on which nothing is due costs one addition and one comparison, whatever i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry_connector.jobs import CompactTableError, JobOrder, Jobs, cut_tables, pack_ids
@@ -20,7 +21,6 @@ from kvferry_connector.wire.codec import encode_job
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
 
     from kvferry_connector.events import KvEvents
     from kvferry_connector.link import Link
@@ -30,23 +30,20 @@ if TYPE_CHECKING:
 class Saver:
     """Orders saves of whole scheduler blocks (S tokens in all stored groups) as they complete.
 
+    What a request generates is gathered: a save of every ``gather_tokens``, and one when it ends.
     ``link`` returns the sidecar's link when it may be given work; ``count(name)`` takes events.
     A sliding window's blocks are saved in the step that fills them: one step later they are null.
     A state's block is never looked up in a table, where scratch moves about: the engine names it.
     """
 
     def __init__(
-        self,
-        jobs: Jobs,
-        link: Callable[[], Link | None],
-        engine: RegisterEngine,
-        *,
-        block_tokens: Sequence[int],
-        count: Callable[..., None],
-    ) -> None:
+        self, jobs: Jobs, link: Callable[[], Link | None], engine: RegisterEngine, *,
+        block_tokens: Sequence[int], gather_tokens: int, count: Callable[..., None],
+    ) -> None:  # fmt: skip
         self._jobs, self._link, self._count = jobs, link, count
         self._block_tokens = block_tokens
-        self._unit_tokens = engine.scheduler_block_tokens
+        self._unit_tokens = unit = engine.scheduler_block_tokens
+        self._gather_tokens = max(1, -(-gather_tokens // unit)) * unit
         self._hash_tokens = engine.hash_block_tokens
         self._align_tokens = engine.alignment_tokens
         self._life = engine.life
@@ -54,8 +51,11 @@ class Saver:
         self._drafted = engine.use_eagle
         self.manager: KVCacheManager | None = None  # its tables name the blocks of a request
         self._elapsed = self._serial = 0
-        # Heap of (due_at, serial, request); void unless the request's ``due`` is the serial.
-        self._due: list[tuple[int, int, Tracked]] = []
+        # Heap of (due_at, serial); void unless a request waits under the serial, its ``due``. What
+        # is void may stay for long, and keeps no request alive.
+        self._due: list[tuple[int, int]] = []
+        self._waiting: dict[int, Tracked] = {}
+        self._due_at = 0  # at or below the first of them: nothing is due before
         self.orders: list[JobOrder] = []  # of the step being built
         self.events: KvEvents | None = None  # of an engine that publishes them
 
@@ -68,21 +68,40 @@ class Saver:
 
     def drop(self, tracked: Tracked) -> None:
         """The request holds no KV any more (saves under way keep their own pins)."""
+        self._waiting.pop(tracked.due, None)
         tracked.due = tracked.prefill_tokens = tracked.tail_tokens = 0
 
-    def _plan(self, tracked: Tracked, due_at: int) -> None:
-        self._serial = tracked.due = self._serial + 1
-        heapq.heappush(self._due, (due_at, tracked.due, tracked))
+    def end(self, tracked: Tracked, step: int, version: bytes) -> None:
+        """The request ends with its blocks still in its tables: order what was gathered.
 
-    def advance(self, output: SchedulerOutput, step: int, version: bytes) -> None:
+        Nothing it holds is written after step number ``step``, which is not built yet.
+        """
+        try:
+            if tracked.due and tracked.admission.version == version:
+                self._save(tracked, 0, step, ended=True)
+        except CompactTableError as error:
+            self._refuse(tracked, error)
+        finally:
+            self.drop(tracked)
+
+    def _plan(self, tracked: Tracked, due_at: int) -> None:
+        self._waiting.pop(tracked.due, None)
+        self._serial = tracked.due = self._serial + 1
+        self._waiting[tracked.due] = tracked
+        heapq.heappush(self._due, (due_at, tracked.due))
+        self._due_at = min(self._due_at, due_at)
+
+    def pass_on(self, tokens: int, scheduled: Mapping[str, int]) -> bool:
+        """A step computes ``tokens`` in all; whether ``advance`` has something to look at."""
+        self._elapsed += 1 if tokens == len(scheduled) else max(scheduled.values())
+        return self._elapsed >= self._due_at
+
+    def advance(self, scheduled: Mapping[str, int], step: int, version: bytes) -> None:
         """Add to ``orders`` what is complete once step number ``step`` has run."""
-        scheduled = output.num_scheduled_tokens
-        decode = output.total_num_scheduled_tokens == len(scheduled)
-        self._elapsed = elapsed = self._elapsed + (1 if decode else max(scheduled.values()))
-        due = self._due
+        due, elapsed = self._due, self._elapsed
         while due and due[0][0] <= elapsed:
-            _, serial, tracked = heapq.heappop(due)
-            if tracked.due != serial:
+            tracked = self._waiting.pop(heapq.heappop(due)[1], None)
+            if tracked is None:
                 continue
             tracked.due = 0  # should this raise, the request saves nothing more
             tokens = scheduled.get(tracked.request.request_id)
@@ -94,15 +113,12 @@ class Saver:
                     self._plan(tracked, elapsed + min(soon, self._save(tracked, tokens, step)))
                 except CompactTableError as error:
                     self._refuse(tracked, error)
+        self._due_at = due[0][0] if due else sys.maxsize
 
     def hand_over(
-        self,
-        tracked: Tracked,
-        states: Iterable[tuple[int, int, int]],
-        tokens: int,
-        step: int,
+        self, tracked: Tracked, states: Iterable[tuple[int, int, int]], tokens: int, step: int,
         version: bytes,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Order saves of states: (group, block, tokens it is the state after) once ``step`` ran.
 
         ``tokens`` are scheduled in the step. A state past the prefill is not final: drafts may be
@@ -203,14 +219,14 @@ class Saver:
         name = tracked.request.request_id
         return self.manager.get_blocks(name).blocks if self.manager else ()
 
-    def _save(self, tracked: Tracked, tokens: int, step: int) -> int:
+    def _save(self, tracked: Tracked, tokens: int, step: int, *, ended: bool = False) -> int:
         """Order what can be saved of one request; returns the tokens until there may be more."""
         request, unit = tracked.request, self._unit_tokens
         known = self._known(tracked, tokens)
         hashed = len(request.block_hashes) * self._hash_tokens
         start, end = tracked.saved_tokens, min(known, hashed) // unit * unit
-        if end > start:
-            link = self._link()
+        link = self._link()
+        if end - start >= (unit if ended else self._least(tracked, link)):
             if link is None or not link.stored_groups:
                 return unit  # what is missed now is saved then: the request keeps its blocks
             fits = self._fitting(tracked, start, end, link)
@@ -220,7 +236,17 @@ class Saver:
                 if end <= start:
                     return 1  # pins are freed step by step, and the request may end soon
             self._save_span(tracked, end, link, step)
-        return max(1, tracked.saved_tokens + unit - known)
+        return max(1, tracked.saved_tokens + self._least(tracked, link) - known)
+
+    def _least(self, tracked: Tracked, link: Link | None) -> int:
+        """Return how many tokens are worth a save, from what is saved on.
+
+        Not gathered is what a lookup waits for (the prefill, with its boundaries) and what a table
+        may hold no more a step later.
+        """
+        decodes = tracked.saved_tokens + self._align_tokens > tracked.prefill_tokens
+        whole = link is not None and "held" not in link.save_rules
+        return self._gather_tokens if decodes and whole else self._unit_tokens
 
     def _fitting(self, tracked: Tracked, start: int, end: int, link: Link) -> int:
         """Return how far the span's blocks may be pinned, in whole units."""
@@ -281,30 +307,19 @@ class Saver:
         """Pin ``blocks`` for a job over ``span``: its start, its end, and its first hash."""
         request, (start, end, first) = tracked.request, span
         hashes = request.block_hashes[first : end // self._hash_tokens]
+        message = hot.SaveJob(
+            job=self._jobs.last + 1, life=self._life, version=tracked.admission.version,
+            request=request.request_id, admission=tracked.admission.number, step=step,
+            start_tokens=start, end_tokens=end, first_hash=first, hash_bytes=len(hashes[0]),
+            tables=list(slices), hand_offs=list(hand_offs), tail_tokens=tail_tokens,
+            prefill_tokens=tracked.prefill_tokens, junction_tokens=request.shared_prefix_boundary,
+        )  # fmt: skip
+        body, frames = encode_job(message), (pack_ids(ids), b"".join(hashes))
         job = self._jobs.open_save(blocks)
+        # In the list at once, so that abandon() finds its pins whatever happens below.
+        self.orders.append(JobOrder(job, request.request_id, link.epoch, body, frames))
         if self.events is not None:
             self.events.saving(job, request)
-        # In the list at once, so that abandon() finds its pins whatever happens below.
-        self.orders.append(JobOrder(job, request.request_id, link.epoch, b"", ()))
-        message = hot.SaveJob(
-            job=job,
-            life=self._life,
-            version=tracked.admission.version,
-            request=request.request_id,
-            admission=tracked.admission.number,
-            step=step,
-            start_tokens=start,
-            end_tokens=end,
-            first_hash=first,
-            hash_bytes=len(hashes[0]),
-            tables=list(slices),
-            hand_offs=list(hand_offs),
-            tail_tokens=tail_tokens,
-            prefill_tokens=tracked.prefill_tokens,
-            junction_tokens=request.shared_prefix_boundary,
-        )
-        frames = (pack_ids(ids), b"".join(hashes))
-        self.orders[-1] = self.orders[-1]._replace(body=encode_job(message), frames=frames)
         self._count("saves")
 
     def abandon(self) -> None:

@@ -25,7 +25,7 @@ from kvferry_connector.log import logger
 from kvferry_connector.lookup import Lookup, MakeClient
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.nodes import Nodes, by_node, spread
-from kvferry_connector.pace import Pace
+from kvferry_connector.pace import Pace, step_tokens_min
 from kvferry_connector.requests import Admission, Phase, Tracked
 from kvferry_connector.saves import Saver
 from kvferry_connector.stats import FerryStats
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvferry_connector.config import FerryConfig
 
 
+Offloads = list[tuple[int, int, int]]  # states: group, block, tokens they are the state after
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "p2p": CacheHitSource.P2P}
 
 
@@ -80,12 +81,9 @@ class SchedulerHalf:
         self._jobs = Jobs(self._world_size, config.pins_max(kv_cache_config.num_blocks))
         self._lookup = Lookup(config, self._engine, self.stats.count)
         self._saver = Saver(
-            self._jobs,
-            self._lookup.link,
-            self._engine,
-            block_tokens=self._block_tokens,
-            count=self.stats.count,
-        )
+            self._jobs, self._lookup.link, self._engine, block_tokens=self._block_tokens,
+            gather_tokens=config.gather_tokens, count=self.stats.count,
+        )  # fmt: skip
         self._events: KvEvents | None = None
         if self._engine.kv_events:
             hash_tokens = self._engine.hash_block_tokens
@@ -224,7 +222,8 @@ class SchedulerHalf:
             self._renew(tracked)
         if not self._config.loads or request.skip_reading_prefix_cache:
             return 0, False
-        tokens, link = self._lookup.ask(tracked, local_tokens)
+        alone = len(self._requests) == 1  # then waiting delays nobody
+        tokens, link = self._lookup.ask(tracked, local_tokens, alone=alone)
         if tokens and link is not None:
             tracked.groups = link.loaded_groups
         return tokens, bool(tokens)
@@ -258,16 +257,10 @@ class SchedulerHalf:
             whole=self._states, compact=True,
         )  # fmt: skip
         message = hot.LoadJob(
-            job=admission.job,
-            life=self._engine.life,
-            version=admission.version,
-            request=request.request_id,
-            admission=admission.number,
-            step=self._step + 1,
-            local_tokens=local,
-            total_tokens=total,
-            tables=slices,
-        )
+            job=admission.job, life=self._engine.life, version=admission.version,
+            request=request.request_id, admission=admission.number, step=self._step + 1,
+            local_tokens=local, total_tokens=total, tables=slices,
+        )  # fmt: skip
         self._loads[-1] = self._loads[-1]._replace(
             epoch=admission.epoch, body=encode_job(message), frames=(pack_ids(ids),)
         )
@@ -289,17 +282,19 @@ class SchedulerHalf:
             self._promise(request_id, tracked.admission if tracked is not None else None, 0)
 
     def finished(self, request: Request) -> None:
-        """Forget the request: a load under way is cancelled, saves under way keep their pins."""
+        """Forget the request: its last save is ordered and pinned, a load under way cancelled."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
         admission = tracked.admission
-        self._saver.drop(tracked)
         self._lookup.settle(admission)
         if admission.phase is Phase.LOADING and admission.job in self._jobs:
             self._lookup.cancel(admission.job)
+        self._saver.end(tracked, self._step + 1, self._version)
+        if self._saver.orders:
+            self._progress()
 
-    def finished_tail(self, request: Request, states: list[tuple[int, int, int]]) -> None:
+    def finished_tail(self, request: Request, states: Offloads) -> None:
         """The request ends where a resend finds its last state: pin it before it is freed."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
@@ -330,22 +325,26 @@ class SchedulerHalf:
         Preempted and resumed requests need nothing here: they hold no KV, so each is asked for
         again (``matched``) before it runs, and starts anew there, whatever shape it comes in.
         """
-        self._step += 1
-        block_state = output.kv_connector_block_state
-        if block_state is not None and block_state.boundary_state_offloads:
-            for request_id, states in block_state.boundary_state_offloads.items():
-                if (tracked := self._requests.get(request_id)) is not None:
-                    tokens = output.num_scheduled_tokens.get(request_id, 0)
-                    self._saver.hand_over(tracked, states, tokens, self._step, self._version)
-        if self._pace.step(output.total_num_scheduled_tokens, time.perf_counter()):
+        self._step = step = self._step + 1
+        saver, tokens = self._saver, output.total_num_scheduled_tokens
+        if self._states and output.kv_connector_block_state is not None:
+            self._hand_over(output, output.kv_connector_block_state.boundary_state_offloads)
+        if tokens >= step_tokens_min or self._pace.open:
+            self._pace.step(tokens, time.perf_counter())
             self._lookup.tell_pace(self._pace.token_ns)
-        if output.total_num_scheduled_tokens:
-            self._saver.advance(output, self._step, self._version)
+        if tokens and saver.pass_on(tokens, output.num_scheduled_tokens):
+            saver.advance(output.num_scheduled_tokens, step, self._version)
         if self._lookup.stirred:
             self._lookup.end_step()
-        if self._loads or self._saver.orders or self._lookup.nodes is not None:
+        if self._loads or saver.orders or self._lookup.nodes is not None:
             return self._take_orders()
-        return FerryMetadata(self._step, rotation=self._rotation)
+        return FerryMetadata(step, (), (), self._rotation)
+
+    def _hand_over(self, output: SchedulerOutput, offloads: Mapping[str, Offloads]) -> None:
+        for request_id, states in offloads.items():
+            if (tracked := self._requests.get(request_id)) is not None:
+                tokens = output.num_scheduled_tokens.get(request_id, 0)
+                self._saver.hand_over(tracked, states, tokens, self._step, self._version)
 
     def _take_orders(self) -> FerryMetadata:
         if self._saver.orders:
@@ -373,7 +372,7 @@ class SchedulerHalf:
             for report in reports:
                 job = self._jobs.report(number, report)
                 if job is not None:
-                    kind = "loads" if job.is_load else "saves"
+                    kind = "loads" if job.load_of else "saves"
                     self.stats.count(f"{kind}_{'done' if job.done else 'failed'}")
                     if self._events is not None and not job.done:
                         self._events.failed(number)

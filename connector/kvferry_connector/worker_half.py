@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from kvferry_connector.wire.attach import RegisterRank
 
 
-_ACKS_ENOUGH = 64  # and a message is worth sending
-_ACK_S = 0.1  # an outcome is acknowledged after this, well before it would be sent again
+_ACKS_MAX = 64  # outcomes whose acknowledgement waits for the next heartbeat
 _SWEEP_S = 0.01  # between two looks at every open job, while the link holds
 _withdraw_s_max = 10.0  # the engine's sleep waits so long for copies that run on its memory
-_IDLE_POLL_S = 1.0  # with no job open: an outcome whose acknowledgement was lost comes again
+_IDLE_STEPS = 256  # with no job open: an outcome whose acknowledgement was lost comes again
 # Shared by all steps with nothing to report; vLLM only reads it.
 _NOTHING = KVConnectorTransferResults()
 
@@ -77,7 +76,7 @@ class WorkerHalf:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._acks: list[int] = []
-        self._acks_due_s = 0.0
+        self._idle_steps = 0
         self._sweep_at_s = 0.0
         self._rotation = 0
         self.stats = FerryStats()
@@ -241,12 +240,10 @@ class WorkerHalf:
 
     def results(self) -> KVConnectorTransferResults:
         """Return the requests whose load has ended on this rank since the last call."""
-        client, now_s = self._client, time.monotonic()
-        if client is not None:
-            if self._open or now_s >= self._sweep_at_s + _IDLE_POLL_S:
-                self._poll(client, now_s)
-            if self._acks:
-                self._acknowledge(client, now_s)
+        self._idle_steps += 1
+        if self._open or self._idle_steps >= _IDLE_STEPS:
+            self._idle_steps = 0
+            self._poll()
         if self._deputy is not None:
             self._deputy.listen()
         if not self._finished:
@@ -264,27 +261,22 @@ class WorkerHalf:
         merged = {job: [report] for job, report in reports.items()}
         return FerryWorkerMetadata(merged, nodes, heard)
 
-    def _poll(self, client: Client, now_s: float) -> None:
-        link = client.link()
+    def _poll(self) -> None:
+        client = self._client
+        if client is None:
+            return
+        link, now_s = client.link(), time.monotonic()
         if link is not None:
             for message, _ in client.receive(link):
                 self._hear(message)
+            # By one message, as sending costs more than hearing. What is not taken now is tried
+            # again; what the lifeline takes away meanwhile is heard, and acknowledged, once more.
+            acks = self._acks
+            while len(acks) > _ACKS_MAX and client.send(link, hot.OutcomeAck(acks[:ids_max])):
+                del acks[:ids_max]
         if link is None or now_s >= self._sweep_at_s:
             self._sweep_at_s = now_s + _SWEEP_S
             self._sweep(client, link, now_s)
-
-    def _acknowledge(self, client: Client, now_s: float) -> None:
-        """Acknowledge many outcomes by one message: sending one costs more than taking them in.
-
-        What waits when no hook is called any more goes with the next heartbeat.
-        """
-        if len(self._acks) >= _ACKS_ENOUGH or now_s >= self._acks_due_s:
-            link = client.link()
-            # What is not taken now is tried again at the next call.
-            while link is not None and self._acks:
-                if not client.send(link, hot.OutcomeAck(self._acks[:ids_max])):
-                    break
-                del self._acks[:ids_max]
 
     def _sweep(self, client: Client, link: Link | None, now_s: float) -> None:
         """End the jobs of dead sidecars, and ask for those that were not heard of for long."""
@@ -301,8 +293,6 @@ class WorkerHalf:
     def _hear(self, message: hot.FromSidecar) -> None:
         if isinstance(message, hot.Outcome):
             self._end(message.job, message.status, message.reason, message.shorter_tokens)
-            if not self._acks:
-                self._acks_due_s = time.monotonic() + _ACK_S
             self._acks.append(message.job)  # only now: what is acknowledged never comes again
         elif isinstance(message, hot.JobState) and message.state == "unknown":
             self._end(message.job, "failed", "job_unknown")

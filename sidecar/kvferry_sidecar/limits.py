@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     jobs_max: int = 4_096  # jobs in flight per session
     tombstones_max: int = 4_096  # refused job ids per half; then a watermark replaces them
     outcomes_unacked_max: int = 8_192  # outcomes kept per half until acknowledged
-    outcome_resend_ms: int = 250  # an unacknowledged outcome is sent again after this
+    outcome_resend_ms: int = 2_500  # unacknowledged for this long (heartbeats do it): sent again
     fence_ms_max: int = 30_000  # a job whose fence word does not come fails after this
     copy_ms_max: int = 60_000  # a copy running longer is reported as stuck; it keeps its memory
     save_copies_max: int = 64  # save copies in flight, so that loads find threads free

@@ -15,8 +15,9 @@ PROMPT = list(range(10, 210))
 @pytest.fixture(params=[False, True], ids=["v1-runner", "v2-runner"])
 def engine(tmp_path: Path, request: pytest.FixtureRequest) -> SchedulerUnderTest:
     return SchedulerUnderTest(
-        tmp_path, asynchronous=True, num_blocks=24, v2_runner=request.param, pinned_blocks_max=24
-    )
+        tmp_path, asynchronous=True, num_blocks=24, v2_runner=request.param, pinned_blocks_max=24,
+        gather_tokens=0,
+    )  # fmt: skip
 
 
 def test_two_batches_in_flight_save_each_chunk_once(engine: SchedulerUnderTest) -> None:

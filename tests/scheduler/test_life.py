@@ -42,10 +42,33 @@ def test_what_no_pin_was_left_for_is_saved_as_soon_as_one_is(tmp_path: Path) -> 
     engine.assert_idle()
 
 
-def test_generated_tokens_are_saved_when_their_block_is_full(engine: SchedulerUnderTest) -> None:
+def test_generated_tokens_are_saved_when_their_block_is_full(tmp_path: Path) -> None:
+    engine = SchedulerUnderTest(tmp_path, gather_tokens=0)
     engine.add("a", PROMPT[:30], max_tokens=40)
     engine.run()
     assert saves_of(engine.node) == [("a", 0, 16), ("a", 16, 32), ("a", 32, 48), ("a", 48, 64)]
+    engine.assert_idle()
+
+
+def test_generated_tokens_are_gathered_and_the_rest_is_saved_at_the_end(tmp_path: Path) -> None:
+    """The prompt is not: neither at once computed nor in parts. The last step's token is no KV."""
+    engine = SchedulerUnderTest(tmp_path, gather_tokens=48)
+    engine.add("a", PROMPT[:100], max_tokens=100)
+    engine.add("b", PROMPT[:16], max_tokens=17)
+    engine.run()
+    ends = {name: [save[1:] for save in saves_of(engine.node) if save[0] == name] for name in "ab"}
+    assert ends["a"] == [(0, 64), (64, 96), (96, 144), (144, 192)]
+    assert ends["b"] == [(0, 16), (16, 32)]
+    engine.assert_idle()
+
+
+def test_what_an_aborted_request_had_gathered_is_saved(engine: SchedulerUnderTest) -> None:
+    engine.add("a", PROMPT[:16], max_tokens=100)
+    while engine.requests["a"].num_tokens < 50:
+        engine.step()
+    engine.abort("a")
+    engine.run()
+    assert [save[1:] for save in saves_of(engine.node)] == [(0, 16), (16, 48)]
     engine.assert_idle()
 
 

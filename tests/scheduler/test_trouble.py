@@ -92,7 +92,7 @@ def test_sidecar_that_restarts_between_promise_and_submit_fails_the_load(tmp_pat
 
 def test_preempted_request_resumes_from_its_own_saves(tmp_path: Path) -> None:
     """The hit of the new admission reaches into the generated tokens."""
-    engine = SchedulerUnderTest(tmp_path, num_blocks=24)
+    engine = SchedulerUnderTest(tmp_path, num_blocks=24, gather_tokens=0)
     engine.add("first", list(range(300, 430)), max_tokens=120)
     engine.add("victim", PROMPT[:100], max_tokens=100)
     while not engine.requests["victim"].num_preemptions:

@@ -8,7 +8,7 @@ its own where no hash ends.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry_sidecar.masks.kinds import Kind
@@ -81,6 +81,16 @@ class Contents:
         own = (group, frozenset([name.encode()]))
         assert part.fresh or self.held.get(block_id) == own, (name, group, "its ring was written")
         self.held[block_id] = own
+
+    def confirm(
+        self, rules: Rules, name: str, part: Part, tokens: int, hashes: Sequence[bytes]
+    ) -> None:
+        """A request ends whose last step had drafts: of what it computed, ``tokens`` are right."""
+        right = replace(part, end=tokens)
+        for group, rule in enumerate(rules.groups):
+            if rule.kind not in (Kind.MAMBA, Kind.RING):
+                slots = part.table[group]
+                self._fill(rules, (name, group), right, slots, [False] * len(slots), hashes)
 
     def _fill(
         self, rules: Rules, who: tuple[str, int], part: Part, slots: list[int], mask: list[bool],

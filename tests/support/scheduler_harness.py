@@ -166,10 +166,18 @@ class SchedulerUnderTest:
         results = [rank_output(self.outer, names, sampled, one) for one in ends]
         whole = self._aggregator.aggregate(results) if self.further_ranks else results[0]
         self.scheduler.update_from_output(output, whole)
+        for name, part in parts.items():
+            if part.drafts and name not in self.scheduler.requests:
+                self._confirm(name, part)
         if self._drafts:
             decoding = [name for name in names if parts[name].samples]
             guesses = [[7] * self._drafts for _ in decoding]
             self.scheduler.update_draft_token_ids(DraftTokenIds(decoding, guesses))
+
+    def _confirm(self, name: str, part: Part) -> None:
+        request, rules = self.requests[name], self.node.rules
+        right = min(part.end, request.num_computed_tokens, request.num_tokens)
+        self.node.contents.confirm(rules, name, part, right, request.block_hashes)
 
     def _fill(self, name: str, blocks: Sequence[int], tokens: int) -> None:
         """The other connector has loaded so many tokens of a request (one group, H = B)."""

@@ -153,8 +153,8 @@ class SimEngine:
         """vLLM finishes it: at once, or once its load has ended."""
         if request.in_flight:
             return
+        self.half.finished(request)  # it holds its blocks still: what it gathered is saved
         del self.requests[request.request_id]
-        self.half.finished(request)
         if request.state == "loading":
             self.world.saw("aborted while it loads")
             self.leaving[request.request_id] = request

@@ -77,18 +77,14 @@ def test_step_without_jobs_touches_no_socket(half: WorkerHalf, client: ScriptedC
 
 
 def test_an_outcome_that_comes_again_is_acknowledged_with_no_job_open(
-    half: WorkerHalf, client: ScriptedClient, clock: SimpleNamespace
+    half: WorkerHalf, client: ScriptedClient
 ) -> None:
-    half.results()
     client.inbox.append(outcome(1))  # its acknowledgement was lost
-    clock.s += 0.5
+    for _ in range(worker_half._IDLE_STEPS - 1):
+        half.results()
+    assert client.polls == 0, "now and then is enough"
     half.results()
-    assert client.sent == [], "once a second is enough"
-    clock.s += 1.0
-    half.results()
-    clock.s += worker_half._ACK_S
-    half.results()
-    assert client.sent == [(hot.OutcomeAck([1]), [])]
+    assert client.acks == [1]
     assert half.worker_metadata() is None, "and it ends nothing twice"
 
 
@@ -96,11 +92,7 @@ def test_an_outcome_that_comes_again_is_acknowledged_with_no_job_open(
     ("status", "failed"), [("done", set()), ("failed", {"req-1"}), ("cancelled", {"req-1"})]
 )
 def test_each_outcome_is_reported_once_and_acknowledged(
-    half: WorkerHalf,
-    client: ScriptedClient,
-    clock: SimpleNamespace,
-    status: str,
-    failed: set[str],
+    half: WorkerHalf, client: ScriptedClient, status: str, failed: set[str]
 ) -> None:
     load(half, 1)
     assert not half.results().finished_recving
@@ -110,36 +102,28 @@ def test_each_outcome_is_reported_once_and_acknowledged(
     meta = half.worker_metadata()
     assert meta is not None
     assert meta.reports == {1: [Report(3, status, "why", 48)]}
-    clock.s += worker_half._ACK_S
-    half.results()
     load(half, 2)  # only to have something open
     client.inbox = [outcome(1, status)]
     assert not half.results().finished_recving, "sent again"
     assert half.worker_metadata() is None
-    clock.s += worker_half._ACK_S
-    half.results()
-    assert client.kinds(hot.OutcomeAck) == [hot.OutcomeAck([1]), hot.OutcomeAck([1])]
+    assert client.acks == [1, 1]
 
 
-def test_outcomes_are_acknowledged_together(
-    half: WorkerHalf, client: ScriptedClient, clock: SimpleNamespace
+def test_outcomes_are_acknowledged_by_heartbeats_unless_they_are_many(
+    half: WorkerHalf, client: ScriptedClient
 ) -> None:
     load(half, *range(1, 200))
     client.inbox = [outcome(1)]
     half.results()
-    clock.s += worker_half._ACK_S / 2
     client.inbox = [outcome(2)]
     half.results()
     assert client.kinds(hot.OutcomeAck) == []
-    assert client.acks == [1, 2], "a heartbeat may take them"
-    clock.s += worker_half._ACK_S / 2
-    half.results()
-    assert client.kinds(hot.OutcomeAck) == [hot.OutcomeAck([1, 2])]
-    assert client.acks == []
-    many = list(range(3, 3 + worker_half._ACKS_ENOUGH))
+    assert client.acks == [1, 2]
+    many = list(range(3, 3 + worker_half._ACKS_MAX))
     client.inbox = [outcome(job) for job in many]
     half.results()
-    assert client.kinds(hot.OutcomeAck)[1:] == [hot.OutcomeAck(many)]
+    assert client.kinds(hot.OutcomeAck) == [hot.OutcomeAck([1, 2, *many])]
+    assert client.acks == []
 
 
 def test_load_that_a_reset_overtook_failed_whatever_it_brought(
@@ -226,18 +210,17 @@ def test_error_ends_nothing_but_asks_at_once(half: WorkerHalf, client: ScriptedC
 
 
 def test_acknowledgement_that_is_not_taken_is_tried_again(
-    half: WorkerHalf, client: ScriptedClient, clock: SimpleNamespace
+    half: WorkerHalf, client: ScriptedClient
 ) -> None:
-    load(half, 1)
-    client.inbox = [outcome(1)]
-    assert half.results().finished_recving == {"req-1"}
-    clock.s += worker_half._ACK_S
+    jobs = list(range(1, 3 + worker_half._ACKS_MAX))
+    load(half, *jobs, 1000)
     client.takes = False
-    half.results()
-    assert client.acks == [1]
+    client.inbox = [outcome(job) for job in jobs]
+    assert len(half.results().finished_recving) == len(jobs)
+    assert client.acks == jobs
     client.takes = True
     half.results()
-    assert client.kinds(hot.OutcomeAck) == [hot.OutcomeAck([1])]
+    assert client.kinds(hot.OutcomeAck) == [hot.OutcomeAck(jobs)]
 
 
 def test_abandoned_orders_fail_unless_they_went_out(

@@ -8,16 +8,19 @@ from kvferry_connector.pace import Pace, samples_max, step_tokens_min
 
 def test_the_time_to_the_next_step_is_the_cost_of_a_large_one() -> None:
     pace = Pace()
-    assert not pace.step(500, 10.0)
+    pace.step(500, 10.0)
+    assert pace.open
     assert pace.token_ns == 0
-    assert pace.step(500, 10.1)
+    pace.step(1, 10.1)
+    assert not pace.open
     assert pace.token_ns == pytest.approx(200_000, rel=1e-6)
 
 
 def test_decoding_steps_say_nothing() -> None:
     pace = Pace()
     pace.step(step_tokens_min - 1, 10.0)
-    assert not pace.step(0, 11.0)
+    assert not pace.open
+    pace.step(0, 11.0)
     assert pace.token_ns == 0
 
 
