@@ -132,9 +132,12 @@ def test_five_draft_tokens_are_not_stored(
     tokens, shards = prompt(7), RANKS if name == "per rank" else 1
     with engine(specs, draft_tokens=5) as writer:
         writer.run("cold", tokens, max_tokens=BLOCK + 20)
-        saved, _ = moved(sidecar)
-    assert saved == shards * 8 * CHUNK_BYTES[name]
+        assert moved(sidecar) == (shards * 8 * CHUNK_BYTES[name], 0)
+        turn = [*tokens, *writer.output]
     assert sidecar.status()["pool"]["ready"] == 8
+    with engine(specs, draft_tokens=5) as reader:
+        assert reader.run("warm", turn) == 8 * BLOCK
+        assert moved(sidecar) == (shards * 8 * CHUNK_BYTES[name], RANKS * 8 * CHUNK_BYTES[name])
 
 
 @pytest.mark.parametrize("specs", [PER_RANK, REPLICATED], ids=["per rank", "replicated"])

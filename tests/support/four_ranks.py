@@ -100,6 +100,7 @@ class EngineOfRanks:
         self.wrong: list[str] = []
         self.compared: Counter[int] = Counter()  # blocks per group, over all ranks
         self.counts: Counter[str] = Counter()
+        self.output: list[int] = []  # of the last request
         connector.get_kv_connector_stats = self._count
         self.events: list[Any] = []  # of the store, as vLLM takes them
         self._take_events, connector.take_events = connector.take_events, self._note_events
@@ -142,12 +143,13 @@ class EngineOfRanks:
     def run(self, name: str, tokens: Sequence[int], max_tokens: int = 1) -> int:
         """Run one request to its end and until its saves are reported; returns the hit."""
         before = self.counts["loaded_tokens"]
-        self.add(name, tokens, max_tokens)
+        request = self.add(name, tokens, max_tokens)
         wait_until(self._ended, f"{name} ends", every_s=0.0)
         self._count()
+        self.output = list(request.output_token_ids)
         return self.counts["loaded_tokens"] - before
 
-    def add(self, name: str, tokens: Sequence[int], max_tokens: int = 1) -> None:
+    def add(self, name: str, tokens: Sequence[int], max_tokens: int = 1) -> Request:
         """Have the scheduler run a request in the steps to come."""
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         params.update_from_generation_config({}, 2)
@@ -156,6 +158,7 @@ class EngineOfRanks:
             pooling_params=None, block_hasher=self._hasher,
         )  # fmt: skip
         self.scheduler.add_request(request)
+        return request
 
     def _ended(self) -> bool:
         self.step()
