@@ -57,7 +57,7 @@ class Admission:
     its hashes (0: none does). ``hit_tokens`` is what the last answer leased when it is more than
     ``local_tokens``; ``stored_tokens`` how far the store is known to hold this prefix.
     ``failures``: loads of the request that failed; ``shorter_tokens``: what the last one left
-    whole; ``bound_tokens``: no hit may be longer.
+    whole; ``bound_tokens``: no hit may be longer; ``steps_back``: it must be asked later once.
     """
 
     number: int
@@ -77,6 +77,7 @@ class Admission:
     failures: int = 0
     shorter_tokens: int = 0
     bound_tokens: int | None = None
+    steps_back: bool = False
 
     @property
     def leased(self) -> bool:
@@ -178,8 +179,18 @@ class Admission:
         self.phase = Phase.LOADED if ok else Phase.FAILED
         if not ok:
             self.failures += 1
+            self.steps_back = True
             self.stored_tokens = 0  # what could not be read is saved anew
         return True
+
+    def step_back(self) -> bool:
+        """Whether the engine is to ask later: once after a failed load.
+
+        vLLM has such a request first among those that hold blocks, though it holds none any more.
+        Where it does not fit, nothing behind it would ever run; asked later, it goes behind them.
+        """
+        now, self.steps_back = self.steps_back, False
+        return now
 
     @property
     def may_try_shorter(self) -> bool:

@@ -214,8 +214,8 @@ class SchedulerHalf:
     def matched(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens beyond ``local_tokens`` to load, True), (0, False), or (None, False)."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None:
-            return 0, False
+        if tracked is None or tracked.admission.step_back():
+            return 0 if tracked is None else None, False
         admission = tracked.admission
         anew = admission.version != self._version or admission.may_try_shorter
         if anew or tracked.preemptions != request.num_preemptions:

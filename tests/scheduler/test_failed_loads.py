@@ -63,6 +63,29 @@ def test_a_second_failure_is_the_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("specs", "num_blocks"),
+    [([full(16), swa(16, 40)], 34), ([full(16), mamba(16, scratch=2), swa(16, 40)], 41)],
+    ids=["window", "states"],
+)
+def test_who_failed_lets_pass_who_still_holds_blocks(
+    tmp_path: Path, specs: list[Any], num_blocks: int
+) -> None:
+    """Both loads fail; computing needs more than loading did, and does not fit beside the other.
+
+    vLLM keeps the first at the head of those that hold blocks, and would admit nobody any more.
+    """
+    engine = SchedulerUnderTest(tmp_path, specs=specs, num_blocks=num_blocks)
+    engine.warm_up(PROMPT)
+    engine.node.load_fails, engine.node.load_steps = True, 3
+    engine.add("a", PROMPT)
+    engine.add("b", PROMPT)
+    engine.run()
+    assert loads_of(engine.node) == [("a", 0, 192), ("b", 0, 192)]
+    assert [engine.requests[name].num_output_tokens for name in "ab"] == [4, 4]
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize(
     ("retention", "group", "chunk", "offered"),
     [
         (0, 0, 5, []),  # full attention would be whole to 80, but no window ends there

@@ -30,29 +30,34 @@ CORPUS = [list(range(base, base + 260)) for base in (10, 300)]
 
 
 def _random_prompt(rng: random.Random) -> list[int]:
-    tokens = rng.choice(CORPUS)[: rng.randint(1, 260)]
+    length = rng.choice([90, 170, 250, rng.randint(1, 260)])  # states are kept where prompts ended
+    tokens = rng.choice(CORPUS)[:length]
     return [*tokens, *(rng.randint(0, 500) for _ in range(rng.choice([0, 0, 5, 40])))]
 
 
 def _disturb(engine: SchedulerUnderTest, rng: random.Random) -> None:
+    """Something that may happen; what goes wrong is right again most of the time."""
     node, chance = engine.node, rng.random()
+    wrong = rng.random() < 0.2
     if chance < 0.03:
         node.restart()
     elif chance < 0.06:
-        node.away = not node.away
+        node.away = wrong
     elif chance < 0.09:
-        node.is_silent = not node.is_silent
+        node.is_silent = wrong
     elif chance < 0.12:
-        node.load_fails = not node.load_fails
+        node.load_fails = wrong
     elif chance < 0.16:
-        node.answers = not node.answers
+        node.answers = not wrong
         node.answer_all()
-    elif chance < 0.18:
+    elif chance < 0.165:
         engine.scheduler.reset_prefix_cache()
-    elif chance < 0.19:
+    elif chance < 0.17:
         engine.connector.reset_cache()
-    elif chance < 0.22:
-        node.takes_sends = not node.takes_sends
+    elif chance < 0.20:
+        node.takes_sends = not wrong
+    elif chance < 0.27:
+        engine.forget_unused()
     node.load_steps, node.save_steps = rng.randint(0, 6), rng.randint(0, 12)
 
 

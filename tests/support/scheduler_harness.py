@@ -211,6 +211,13 @@ class SchedulerUnderTest:
         assert self.pool.reset_prefix_cache()
         self.node.contents.held.clear()
 
+    def forget_unused(self) -> None:
+        """Have vLLM's own prefix cache give up what no request holds, as if room were needed."""
+        unused = {one.block_id for one in self.pool.blocks if not one.ref_cnt and not one.is_null}
+        self.pool.evict_blocks(unused)
+        for block in unused if not self._in_flight else ():  # else a batch may still read it
+            self.node.contents.held.pop(block, None)
+
     def warm_up(self, tokens: Sequence[int]) -> None:
         """Have the store hold a prompt and the engine nothing; what was sent for it is past."""
         self.add("warm", tokens)

@@ -221,9 +221,12 @@ class ScriptedNode:
             assert job.step == meta.step
             self.jobs.append(job)
             steps = self.load_steps if isinstance(job, hot.LoadJob) else self.save_steps
-            if isinstance(job, hot.LoadJob):
-                assert self.known[job.admission].leased_tokens >= job.total_tokens
             known = self.known.get(job.admission)  # a job outlives what is known of its request
+            if isinstance(job, hot.LoadJob):
+                if known is None:  # given back while the step was still in flight: no lease
+                    self._finish(end, order, is_load=True, status="failed")
+                    continue
+                assert known.leased_tokens >= job.total_tokens
             running = Running(order, job, list(order.frames), steps, meta.rotation, known=known)
             self.running.append(running)
         for running in list(self.running):

@@ -139,6 +139,7 @@ def failed_load(admission: Admission, shorter: int) -> Admission:
 def test_failed_load_that_left_nothing_whole_is_the_requests_last() -> None:
     admission = failed_load(answered(128), shorter=0)
     assert admission.stored_tokens == 0, "what could not be read is saved anew"
+    assert admission.steps_back, "the engine is told once to ask later"
     assert admission.ask(0.0, 0, CAP, 5, LIMITS) == 0
     heir = admission.succeed(2, b"v" * 16)
     assert heir.ask(0.0, 0, CAP, 5, LIMITS) == 0
