@@ -76,6 +76,7 @@ class WorkerHalf:
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._acks: list[int] = []
+        self._acks_max = _ACKS_MAX
         self._idle_steps = 0
         self._sweep_at_s = 0.0
         self._rotation = 0
@@ -272,7 +273,7 @@ class WorkerHalf:
             # By one message, as sending costs more than hearing. What is not taken now is tried
             # again; what the lifeline takes away meanwhile is heard, and acknowledged, once more.
             acks = self._acks
-            while len(acks) > _ACKS_MAX and client.send(link, hot.OutcomeAck(acks[:ids_max])):
+            while len(acks) > self._acks_max and client.send(link, hot.OutcomeAck(acks[:ids_max])):
                 del acks[:ids_max]
         if link is None or now_s >= self._sweep_at_s:
             self._sweep_at_s = now_s + _SWEEP_S

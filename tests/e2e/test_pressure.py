@@ -35,6 +35,7 @@ def tiny(sidecar: SidecarUnderTest) -> Iterator[EngineUnderTest]:
         sidecar.run_dir,
         kv_cache_bytes=TINY_BLOCKS * BLOCK_BYTES,
         max_model_len=(TINY_BLOCKS - 1) * BLOCK_TOKENS,
+        connector_extra={"gather_tokens": 0},  # what is preempted is saved block by block
     ) as engine:
         assert engine.facts.num_blocks == TINY_BLOCKS
         assert engine.facts.token_bytes * BLOCK_TOKENS == BLOCK_BYTES
