@@ -159,6 +159,8 @@ def test_a_hint_of_nothing_spares_the_question(
     further.says(hot.Hint(probe.admission, 0, probe.total))
     engine.run()
     assert further.told(hot.Ask) == []
+    saved = [span for name, *span in saves_of(engine.node) if name == "b"]
+    assert (saved[0][0], saved[-1][1]) == (0, WHOLE), "what the own node has is no reason to skip"
     engine.assert_idle()
 
 
