@@ -87,6 +87,38 @@ def test_two_pipeline_stages_with_groups_of_their_own(sidecar: SidecarUnderTest)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "sizes"), [("falconh1", (1, 2)), ("granitehybrid", (2, 1))], ids=["stages", "tensor"]
+)
+def test_states_over_two_ranks(
+    sidecar: SidecarUnderTest, model: str, sizes: tuple[int, int]
+) -> None:
+    """Each stage has states and attention of its own layers, each tensor rank its own heads'."""
+    tokens = Texts().take(1100)
+    parallel = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
+    with two_ranks(sidecar, model, **parallel) as writer:
+        cold = writer.run(tokens)
+        status = sidecar.wait_idle()
+    (session,) = [one for one in status["sessions"] if one["ready"]]
+    kinds = [group["kind"] for group in session["geometry"]["groups"]]
+    assert sorted(kinds) == ["full", "mamba"]
+    shares = [half["payload_bytes"] for half in session["halves"] if half["rank"] >= 0]
+    assert len(shares) == 2
+    assert all(size > 0 for share in shares for size in share)
+    saved, loaded = (status["pipeline"]["ledger"][f"{way}_bytes"] for way in ("saved", "loaded"))
+    with two_ranks(sidecar, model, **parallel) as reader:
+        warm = reader.run(tokens)
+        books = sidecar.wait_idle()["pipeline"]["ledger"]
+    assert warm.hit_tokens == hit_of(tokens)
+    assert warm.output == cold.output
+    assert books["failed"] == 0
+    state = kinds.index("mamba")
+    moved = sum(share[state] + hit_of(tokens) // 128 * share[1 - state] for share in shares)
+    assert books["loaded_bytes"] - loaded == moved, "one state, every chunk of attention"
+    assert saved >= moved
+
+
+@pytest.mark.long
 def test_two_data_parallel_engines_share_what_one_saved(tmp_path: Path) -> None:
     tokens = Texts().take(1500)
     log = tmp_path / "dp.log"
