@@ -17,9 +17,11 @@ from kvferry_connector.wire.hot import (
     OutcomeAck,
 )
 from kvferry_sidecar.engines.base import CopyStatus
-from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.limits import DEFAULT_LIMITS, Limits
 from kvferry_sidecar.stages.parts import JobRun, Part
 from support.pipeline_bed import BLOCK, Bed, make_engine
+
+AGAIN_S = DEFAULT_LIMITS.outcome_resend_ms / 1e3 + 0.05
 
 
 def leased(bed, engine, prompt, chunks, admission=1):
@@ -64,22 +66,22 @@ def test_a_repeated_submit_changes_nothing_and_a_late_one_is_refused():
 
 def test_outcomes_are_sent_again_until_acknowledged():
     bed, worker, job, first = saved()
-    assert bed.pass_s(0.3) < math.inf
+    assert bed.pass_s(AGAIN_S) < math.inf
     assert bed.take(Outcome, worker) == [first]
     bed.pass_s(0.1)
     assert bed.take(Outcome, worker) == []
     bed.say(worker, OutcomeAck([job.job]))
-    assert bed.pass_s(1.0) == math.inf
+    assert bed.pass_s(2 * AGAIN_S) == math.inf
     assert bed.take(Outcome, worker) == []
 
 
 def test_a_heartbeat_acknowledges_what_no_message_did():
     bed, worker, job, first = saved()
     bed.pipeline.on_beat(worker, Heartbeat(1, 0, [], [job.job + 1]), bed.now_s)
-    bed.pass_s(0.3)
+    bed.pass_s(AGAIN_S)
     assert bed.take(Outcome, worker) == [first]
     bed.pipeline.on_beat(worker, Heartbeat(2, 0, [], [job.job]), bed.now_s)
-    assert bed.pass_s(1.0) == math.inf
+    assert bed.pass_s(2 * AGAIN_S) == math.inf
     assert bed.take(Outcome, worker) == []
 
 
@@ -285,7 +287,7 @@ def test_drain_ends_what_hangs_at_its_deadline():
 
 
 def test_an_idle_pipeline_wants_no_tick():
-    assert Bed().pass_s(1.0) == math.inf
+    assert Bed().pass_s(2 * AGAIN_S) == math.inf
 
 
 def test_without_an_open_job_it_wakes_for_what_is_due_next():
