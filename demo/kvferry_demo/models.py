@@ -174,12 +174,12 @@ MODELS: Mapping[str, TinyModel] = {
         config=_decoder(
             "Gemma4ForCausalLM",
             "gemma4_text",
-            num_hidden_layers=6,
-            layer_types=_layers("ssfssf"),
+            num_hidden_layers=8,
+            layer_types=_layers("ssfssfsf"),
             sliding_window=WINDOW_TOKENS,
             global_head_dim=64,
             hidden_activation="gelu_pytorch_tanh",
-            num_kv_shared_layers=0,
+            num_kv_shared_layers=2,  # which read the KV of the last two before
             hidden_size_per_layer_input=0,
             vocab_size_per_layer_input=VOCABULARY,
             tie_word_embeddings=True,
