@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --editable '.[sidecar,test]'
-# vLLM's CPU build asks for a torch that PyPI alone does not have (a local mirror may).
+# vLLM's CPU build asks for a torch that PyPI does not have.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt)
 NATIVE_BUILT := $(filter-out native/tests/%,$(NATIVE))
