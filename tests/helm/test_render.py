@@ -104,6 +104,7 @@ def test_settings_of_the_values_arrive_with_their_types():
         "bytes": "1024MiB",
         "name": "cache",
         "keys_max": 1000000,
+        "numa": "0",
     }
 
 

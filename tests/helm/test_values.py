@@ -41,6 +41,7 @@ REFUSED = [
     ("sidecar.config.run_dir", "/elsewhere"),
     ("sidecar.config.limits.drain_ms_max", 1),
     ("sidecar.config.tiers.host.bytes", "1GiB"),
+    ("sidecar.config.tiers.host.hugepages_dir", "/dev/hugepages"),
     ("sidecar.config.namespaces.bound", "red=uid:1"),
     ("sidecar.config.traces.sample_percent", 0.5),
     ("tenants.bound", "red"),

@@ -57,7 +57,10 @@ VARIANTS: Mapping[str, Values] = {
         "pool": {"size": "1Gi", "keysMax": 1000000},
         "sidecar": {
             "memory": "4Gi",
-            "config": {"limits": {"sessions_max": 8, "silent_ms_max": 5000}},
+            "config": {
+                "limits": {"sessions_max": 8, "silent_ms_max": 5000},
+                "tiers": {"host": {"numa": "0"}},
+            },
             "extraEnv": [{"name": "TZ", "value": "UTC"}],
             "extraVolumes": [{"name": "more", "emptyDir": {}}],
             "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],

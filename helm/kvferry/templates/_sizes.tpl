@@ -21,7 +21,8 @@
 
 {{- define "kvferry.sizes" -}}
 {{- $pool := include "kvferry.mebibytes" (dict "key" "pool.size" "value" .Values.pool.size) | int64 -}}
-{{- /* The segment is the pool and its index: 64 bytes a key, by default 1/256 of the pool. */ -}}
+{{- /* The segment is the pool and its index: of 64 bytes a key 48 are there and 16 in the process. By
+default they are 1/256 of the pool: four times that, so that small pools and rounding fit, and the 16. */ -}}
 {{- $index := add (div $pool 64) (div (mul (int64 .Values.pool.keysMax) 128) 1048576) 64 -}}
 {{- $shm := add $pool $index -}}
 {{- $overhead := include "kvferry.mebibytes" (dict "key" "sidecar.memoryOverhead" "value" .Values.sidecar.memoryOverhead) | int64 -}}
