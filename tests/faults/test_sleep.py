@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,10 +202,9 @@ def sidecar(kind: str) -> Iterator[SidecarUnderTest]:
 def sleeper(
     sidecar: SidecarUnderTest, kind: str, monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu
 ) -> Iterator[Sleeper]:
-    found = Sleeper(sidecar.run_dir, kind, monkeypatch, gpu)
-    found.ready()
-    yield found
-    found.close()
+    with closing(Sleeper(sidecar.run_dir, kind, monkeypatch, gpu)) as found:
+        found.ready()
+        yield found
 
 
 def mappings(sidecar: SidecarUnderTest) -> int:

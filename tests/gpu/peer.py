@@ -34,7 +34,7 @@ class Peer:
     """The process, seen from a step."""
 
     def __init__(self, prefix: Sequence[str] = ()) -> None:
-        self._socket, theirs = socket.socketpair()
+        self.fds, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "gpu.peer", str(theirs.fileno())],
@@ -72,7 +72,7 @@ class Peer:
     def export_virtual(self, total_bytes: int, value: int) -> tuple[CudaMemory, int, int]:
         """Have it do that with virtual memory: how to open it, the descriptor here and there."""
         found = self.do("virtual", bytes=total_bytes, value=value)
-        _, (fd,), _, _ = socket.recv_fds(self._socket, 1, 1)
+        _, (fd,), _, _ = socket.recv_fds(self.fds, 1, 1)
         return msgspec.convert(found["memory"], CudaMemory), fd, found["fd"]
 
     def kill(self) -> None:
@@ -99,6 +99,7 @@ def peer(prefix: Sequence[str] = ()) -> Iterator[Peer]:
     finally:
         if one.process.poll() is None:
             one.end()
+        one.fds.close()
 
 
 class Serving:

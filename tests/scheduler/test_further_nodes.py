@@ -124,15 +124,16 @@ def test_engine_on_nodes_without_a_shared_store_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the reason, and what to set; it runs without a cache."""
+    told = ("the scheduler was refused", NODE_1)
     with running_sidecar() as first, running_sidecar() as second:
         start = (tmp_path, first.run_dir, DENSE)
         with engine_of_ranks(*start, ranks=2, apart=second.run_dir) as engine:
             wait_until(
-                lambda: stepped(engine) and "the node of rank 1" in caplog.text, "it is told"
+                lambda: stepped(engine) and all(who in caplog.text for who in told), "both are told"
             )
             assert [engine.run(name, prompt(3)) for name in ("cold", "again")] == [0, 0]
             assert engine.connector.attachment()[0] == "refused"
-    for who in ("the scheduler was refused", NODE_1):
+    for who in told:
         (line,) = {line for line in caplog.messages if who in line}
         assert "engine 2 nodes, sidecar no shared store (set tiers.remote.url" in line
 
@@ -196,6 +197,7 @@ def test_a_request_that_is_aborted_during_a_load_leaves_nothing_on_any_node(
         engine.scheduler.finish_requests("warm", RequestStatus.FINISHED_ABORTED)
         assert engine.scheduler.has_requests(), "its blocks belong to the copies"
         wait_until(lambda: ended(engine), "every copy has stopped", every_s=0.0)
+    faults(nodes.second, "")
     nodes.idle()
     assert read_status(nodes.second.run_dir)["pipeline"]["ledger"]["cancelled"] == 1
 
@@ -207,9 +209,13 @@ def test_a_node_that_hangs_is_a_miss(nodes: TwoNodes) -> None:
     with nodes.engine(DENSE) as engine:
         engine.connector._scheduler._lookup._limits = Limits(0.05, 0.05)
         os.kill(nodes.second.process.pid, signal.SIGSTOP)
-        engine.add("warm", tokens)
-        wait_until(lambda: stepped(engine) and "warm" not in engine.scheduler.requests, "it ends")
-        assert engine.counts["loads"] == 0
-        os.kill(nodes.second.process.pid, signal.SIGCONT)
+        try:
+            engine.add("warm", tokens)
+            wait_until(
+                lambda: stepped(engine) and "warm" not in engine.scheduler.requests, "it ends"
+            )
+            assert engine.counts["loads"] == 0
+        finally:
+            os.kill(nodes.second.process.pid, signal.SIGCONT)
         wait_until(lambda: ended(engine), "its saves are reported", every_s=0.0)
         nodes.idle()

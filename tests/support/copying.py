@@ -144,7 +144,7 @@ class Rig:
         poller.register(self.engine.wake_fd(), select.POLLIN)
         end = time.monotonic() + 90
         while len(results) < count:
-            assert time.monotonic() < end, f"{len(results)} of {count} results after 30 s"
+            assert time.monotonic() < end, f"{len(results)} of {count} results after 90 s"
             if poller.poll(1000):
                 found = self.engine.collect()
                 assert found, "the descriptor was readable but nothing waited"
