@@ -152,16 +152,17 @@ class Traces:
             self.log.info("traces are taken again", endpoint=self.endpoint)
         self._error = "" if taken else why
         for record in records if taken else ():
-            record.trace_id = trace_id_of(record)
-            self._remember(record, wall_ns / 1e9)
+            trace_id = trace_id_of(record)
+            self._remember(record, trace_id, wall_ns / 1e9)
+            record.trace_id = trace_id  # last: who reads it finds the exemplars
 
-    def _remember(self, record: Record, wall_s: float) -> None:
+    def _remember(self, record: Record, trace_id: str, wall_s: float) -> None:
         for job in record.jobs:
             for stage, seconds in zip(STAGES, job.stages, strict=True):
                 found = self._exemplars.setdefault(
                     f"{job.kind}/{stage}", deque(maxlen=exemplars_max)
                 )
-                found.append(Exemplar(record.trace_id, seconds, wall_s + job.ended_s))
+                found.append(Exemplar(trace_id, seconds, wall_s + job.ended_s))
 
 
 def _ended(record: Record, now_s: float) -> bool:
