@@ -133,26 +133,24 @@ class KvMemory:
     def forget(self, *, closed: bool) -> None:
         """The engine maps its GPU memory anew: what was exported of it is of the memory before.
 
-        ``closed``: no sidecar needs the descriptors any more. Host memory stays where it is.
+        ``closed``: no sidecar needs the descriptors any more, nor those of an earlier sleep; each
+        keeps its memory. Host memory stays where it is.
         """
         old = [buffer for buffer in self._buffers if buffer.cuda is not None]
         self._buffers = [buffer for buffer in self._buffers if buffer.cuda is None]
-        fds = [buffer.fd for buffer in old if buffer.fd is not None]
+        self._kept += [buffer.fd for buffer in old if buffer.fd is not None]
         if closed:
-            for fd in fds:
-                os.close(fd)
-        else:
-            self._kept += fds
+            self._close_kept()
 
     def close(self) -> None:
         """Close the descriptors; tensors keep their memory."""
-        for buffer in self._buffers:
-            if buffer.fd is not None:
-                os.close(buffer.fd)
-        for fd in self._kept:
-            os.close(fd)
-        self._kept.clear()
+        self._kept += [buffer.fd for buffer in self._buffers if buffer.fd is not None]
         self._buffers.clear()
+        self._close_kept()
+
+    def _close_kept(self) -> None:
+        while self._kept:
+            os.close(self._kept.pop())
 
 
 class _ServeZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy
