@@ -87,7 +87,6 @@ class Part:
     started_s: float = 0.0
     ended_s: float = 0.0
     moved_bytes: int = 0  # by its copies, also when they failed; set at its end
-
     # Seconds at its fence, in the queue and at the copy engine; set at its end.
     stages: tuple[float, float, float] = (0.0, 0.0, 0.0)
 

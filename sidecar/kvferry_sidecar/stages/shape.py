@@ -40,9 +40,8 @@ class SessionShape:
     _stored: tuple[GroupShape, ...] = field(init=False)  # asked for several times a message
     _whole: tuple[int, ...] = field(init=False)
     group_ids: frozenset[int] = field(init=False)
-    whole_unit: tuple[int, int] = field(
-        init=False
-    )  # of the first of `whole`: tokens; of all: bytes
+    # One unit of what hits count by: tokens, of the first group of ``whole``; bytes, of all.
+    whole_unit: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         """Work out once what every lookup asks for."""

@@ -19,7 +19,6 @@ from kvferry_sidecar.tiers.store import Form, Item
 VALUE_FORMAT = 1
 shards_max = 32  # as in the pool
 _MAGIC = b"kvferry\0"
-# magic, format, shards, key, payload bytes, CRC32C per shard, CRC32C of all before
 _FRONT = struct.Struct("<8sHH4x16sQ")  # magic, format, shards, key, payload bytes
 _CRCS = [struct.Struct(f"<{shards}I") for shards in range(shards_max + 1)]  # CRC32C per shard
 _CHECK = struct.Struct("<I")  # CRC32C of all before; unused places of shards are zeros
