@@ -247,9 +247,9 @@ class Tracked:
     """One request of the engine.
 
     ``saved_tokens``: saved so far (or known to be stored); ``due``: its entry in the queue of
-    saves.py, 0 for none; ``prefill_tokens``: what it computes before it decodes; ``tail_tokens``: a
-    state was saved whose attention above is still to be saved, 0 for none; ``groups``: the KV cache
-    groups that its load writes.
+    saves.py, 0 for none; ``ran``: a step computed some of it since it holds KV; ``prefill_tokens``:
+    what it computes before it decodes; ``tail_tokens``: a state was saved whose attention above is
+    still to be saved, 0 for none; ``groups``: the KV cache groups that its load writes.
     """
 
     request: EngineRequest
@@ -257,6 +257,7 @@ class Tracked:
     preemptions: int
     saved_tokens: int = 0
     due: int = 0
+    ran: bool = False
     prefill_tokens: int = 0
     tail_tokens: int = 0
     groups: tuple[int, ...] = ()

@@ -70,14 +70,16 @@ class Saver:
         """The request holds no KV any more (saves under way keep their own pins)."""
         self._waiting.pop(tracked.due, None)
         tracked.due = tracked.prefill_tokens = tracked.tail_tokens = 0
+        tracked.ran = False
 
     def end(self, tracked: Tracked, step: int, version: bytes) -> None:
         """The request ends with its blocks still in its tables: order what was gathered.
 
-        Nothing it holds is written after step number ``step``, which is not built yet.
+        Nothing it holds is written after step number ``step``, which is not built yet. Of one that
+        did not run nothing is known: vLLM counts as computed what another connector still loads.
         """
         try:
-            if tracked.due and tracked.admission.version == version:
+            if tracked.due and tracked.ran and tracked.admission.version == version:
                 self._save(tracked, 0, step, ended=True)
         except CompactTableError as error:
             self._refuse(tracked, error)
@@ -108,6 +110,7 @@ class Saver:
             if tokens is None:
                 self._plan(tracked, elapsed + 1)
             elif tracked.admission.version == version:  # else its KV is of an older version
+                tracked.ran = True
                 try:
                     soon = self._save_tail(tracked, tokens, step)
                     self._plan(tracked, elapsed + min(soon, self._save(tracked, tokens, step)))
@@ -323,7 +326,10 @@ class Saver:
         self._count("saves")
 
     def abandon(self) -> None:
-        """Give up the saves of the step being built: no rank is told of them."""
-        for order in self.orders:
+        """Give up the saves of the step being built, or to be built: no rank is told of them."""
+        orders, self.orders = self.orders, []
+        for order in orders:
+            self._count("saves_given_up")
             self._jobs.close(order.job)
-        self.orders = []
+            if self.events is not None:
+                self.events.failed(order.job)

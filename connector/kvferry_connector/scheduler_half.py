@@ -93,8 +93,7 @@ class SchedulerHalf:
         self._loads: list[JobOrder] = []  # of the step being built
         self._admissions = self._step = self._rotation = 0
         self._pace = Pace()
-        self._progress_s = 0.0
-        self._gave_up = False
+        self._progress_s, self._gave_up = 0.0, False
 
     # --- life of the engine ------------------------------------------------------------------
 
@@ -145,6 +144,7 @@ class SchedulerHalf:
 
         Requests that hold KV keep their old stamp, and with it neither load nor save until they
         start anew. A load under way is cancelled, and fails on every rank whatever it brought.
+        Saves that no rank was told of are given up: the engine may sleep before its next step.
         """
         self._version = os.urandom(NONCE_BYTES)
         self._rotation += 1
@@ -156,6 +156,7 @@ class SchedulerHalf:
             for admission in (tracked.admission for tracked in self._requests.values()):
                 if admission.phase is Phase.LOADING and admission.job in self._jobs:
                     self._lookup.cancel(admission.job)
+        self._saver.abandon()
 
     def pending(self) -> bool:
         """Whether the engine must keep stepping: for further nodes, or for reports.

@@ -9,6 +9,7 @@ import pytest
 from kvferry_connector.wire import hot
 from support.other_connector import OtherHandshake
 from support.scheduler_harness import SchedulerUnderTest, loads_of, saves_of
+from vllm.v1.request import RequestStatus
 
 PROMPT = list(range(10, 210))
 ORDERS = pytest.mark.parametrize("beside", ["before", "after"])
@@ -62,6 +63,27 @@ def test_what_the_other_loaded_is_saved_to_ours(tmp_path: Path) -> None:
     engine.add("b", PROMPT)
     engine.run()
     assert loads_of(engine.node) == [("b", 0, 192)]
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "preempted"])
+def test_what_the_other_has_not_loaded_yet_is_no_save_when_its_request_ends(
+    tmp_path: Path, again: bool
+) -> None:
+    """vLLM counts the tokens as computed while they are still being loaded."""
+    engine = SchedulerUnderTest(tmp_path, beside="before")
+    engine.add("a", PROMPT, max_tokens=9)
+    if again:
+        engine.step(6)
+        assert len(saves_of(engine.node)) == 3
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.other.offers["a"] = 96
+    engine.schedule()
+    assert engine.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert engine.requests["a"].num_computed_tokens == 96
+    engine.abort("a")
+    engine.run()
+    assert len(saves_of(engine.node)) == 3 * again
     engine.assert_idle()
 
 

@@ -40,6 +40,25 @@ def test_pins_do_not_stand_in_the_way_of_a_reset(tmp_path: Path) -> None:
     engine.assert_idle()
 
 
+def test_a_last_save_that_no_step_has_told_is_given_up(tmp_path: Path) -> None:
+    """An engine in its caller's process takes no step after its last request, and may sleep then:
+
+    what a later step would have saved is other memory, under a version that other engines share.
+    """
+    engine = SchedulerUnderTest(tmp_path)
+    engine.add("a", PROMPT[:16], max_tokens=40)
+    while not engine.requests["a"].is_finished():
+        engine.step()
+    assert engine.half._saver.orders, "it is due with the next step"
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.half._jobs.pinned_blocks == 0
+    engine.add("b", PROMPT[:20], max_tokens=20)
+    engine.run()
+    assert [one[0] for one in saves_of(engine.node)] == ["a", "b", "b"]
+    assert engine.counts["saves_given_up"] == 1
+    engine.assert_idle()
+
+
 def test_running_requests_are_reset_too_with_pins_out(tmp_path: Path) -> None:
     engine = SchedulerUnderTest(tmp_path, pinned_blocks_max=64)
     engine.node.save_steps = 10

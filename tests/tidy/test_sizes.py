@@ -24,8 +24,9 @@ COLUMNS_MAX = 100
 # acknowledged together 14, KV events 116, what a token costs 28, GPU
 # memory and words that its stream writes 150, hits inside a block of states 36, what a
 # drafter matches above them 27, tables without null blocks 13, memory taken back and lent again
-# around sleep 148, ranks on several nodes 292, a step back after a failed load 5).
-CONNECTOR_LINES_MAX = 3465
+# around sleep 148, ranks on several nodes 292, a step back after a failed load 5, last saves that
+# must not be made 3).
+CONNECTOR_LINES_MAX = 3468
 
 # path: lines it had when it went over the goal
 RATCHET: dict[str, int] = {"tests/unit/sidecar/test_segment.py": 419}
