@@ -367,8 +367,6 @@ class SchedulerHalf:
         """Take the ranks' reports: free pins, close jobs. And what deputies learned."""
         if meta.reports:
             self._progress()
-        if meta.nodes or meta.heard:
-            self._lookup.hear_nodes(meta)
         for number, reports in meta.reports.items():
             for report in reports:
                 job = self._jobs.report(number, report)
@@ -380,6 +378,8 @@ class SchedulerHalf:
                     tracked = self._requests.get(job.load_of)
                     if tracked is not None and tracked.admission.job == number:
                         tracked.admission.shorter_tokens = job.shorter_tokens or 0
+        if meta.nodes or meta.heard:
+            self._lookup.hear_nodes(meta)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what this engine's saves stored since the last call, and what left the store."""

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 from kvferry_connector import saves, scheduler_half
+from kvferry_connector.jobs import Report
+from kvferry_connector.meta import FerryWorkerMetadata, NodeState
 from support.scheduler_harness import SchedulerUnderTest, loads_of
+from vllm.v1.outputs import KVConnectorOutput
 
 PROMPT = list(range(10, 210))
 
@@ -75,4 +78,14 @@ def test_step_that_fails_while_built_fails_its_loads(
     engine.run()
     assert loads_of(engine.node) == []
     assert engine.requests["b"].num_output_tokens == 4
+    engine.assert_idle(errors=1)
+
+
+def test_a_bug_over_what_nodes_said_costs_no_report(
+    engine: SchedulerUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.half._lookup, "hear_nodes", raise_bug)
+    job = engine.half._jobs.open_load("b")
+    told = FerryWorkerMetadata({job: [Report(0, "failed", "why")]}, {1: NodeState(5)})
+    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
     engine.assert_idle(errors=1)
