@@ -189,8 +189,12 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             return KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> FerryWorkerMetadata | None:
-        """Return this rank's reports for the scheduler half. Cannot raise."""
-        return self._worker.worker_metadata()
+        """Return this rank's reports for the scheduler half."""
+        try:
+            return self._worker.worker_metadata()
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            self._caught("build_connector_worker_meta", error)
+            return None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Do nothing: loads were submitted when the metadata was bound."""

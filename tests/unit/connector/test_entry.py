@@ -143,6 +143,7 @@ REQUEST = SimpleNamespace(request_id="r")
         ("get_external_cache_hit_sources", (REQUEST, 5), {CacheHitSource.HOST: 5}),
         ("request_finished", (REQUEST, []), (False, None)),
         ("request_finished_all_groups", (REQUEST, ([],)), (False, None)),
+        ("build_connector_worker_meta", (), None),
         ("update_connector_output", (None,), None),
         ("shutdown", (), None),
     ],
