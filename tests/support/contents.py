@@ -85,7 +85,7 @@ class Contents:
     def confirm(
         self, rules: Rules, name: str, part: Part, tokens: int, hashes: Sequence[bytes]
     ) -> None:
-        """A request ends whose last step had drafts: of what it computed, ``tokens`` are right."""
+        """A step with drafts is over: of what it computed of a request, ``tokens`` are right."""
         right = replace(part, end=tokens)
         for group, rule in enumerate(rules.groups):
             if rule.kind not in (Kind.MAMBA, Kind.RING):
