@@ -265,6 +265,9 @@ def hits(case: Case, rng: random.Random, tally: Tally) -> None:
         junction = theirs + uncached if uncached else 0
     hit = search.find_hit(rules, present, max_tokens=limit)
     assert (hit.tokens, hit.junction_tokens) == (theirs, junction), (limit, hashed, ends)
+    if limit >= hashed:  # what lies past the hashes is no part of any hit
+        far = limit + rng.randint(1, 4 * rules.scheduler_block)
+        assert search.find_hit(rules, present, max_tokens=far) == hit, (far, hashed, ends)
     largest = limit // rules.alignment * rules.alignment
     tally.hits += 1
     tally.hits_inner += 0 < hit.tokens < largest

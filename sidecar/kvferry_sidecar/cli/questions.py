@@ -118,19 +118,16 @@ def _chunks(rules: Rules, ask: Load | Store | Find) -> int:
 
 
 def _hit(rules: Rules, ask: Find) -> dict[str, object]:
-    strange = [name for name in ask.present if not _names_group(name, len(rules.groups))]
+    names = [str(i) for i in range(len(rules.groups))]
+    strange = [name for name in ask.present if name not in names]
     if strange:
-        return {"refused": f"present names group {strange[0]!r}; groups are 0 to n - 1"}
+        return {"refused": f"present names group {strange[0]!r:.40}; they are 0 to {names[-1]}"}
     present = [
-        from_ends(rules, i, ask.present.get(str(i), ()), hashed_tokens=ask.hashed)
-        for i in range(len(rules.groups))
+        from_ends(rules, i, ask.present.get(name, ()), hashed_tokens=ask.hashed)
+        for i, name in enumerate(names)
     ]
     hit = find_hit(rules, present, max_tokens=ask.max_length)
     return {"hit": hit.tokens}
-
-
-def _names_group(name: str, groups: int) -> bool:
-    return name.isascii() and name.isdigit() and int(name) < groups and str(int(name)) == name
 
 
 def _rules(question: Question) -> Rules | Refused:

@@ -123,9 +123,10 @@ class _Chunked:
     def longest(self, bound_tokens: int, *, drop: bool) -> int:
         assert not drop, "chunked local attention with EAGLE is refused"
         block, chunk = self._rule.block, self._rule.chunk
-        start = bound_tokens // chunk * chunk // block
-        at = min(int(np.searchsorted(self._holes, start)), len(self._holes) - 1)
-        return min(int(self._holes[at]), bound_tokens // block) * block
+        # Within the hashes: past them no attention chunk begins, and none is free.
+        blocks = min(bound_tokens // block, int(self._holes[-1]))
+        start = blocks * block // chunk * chunk // block
+        return min(int(self._holes[np.searchsorted(self._holes, start)]), blocks) * block
 
 
 class _State:

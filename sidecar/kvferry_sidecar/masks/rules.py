@@ -210,6 +210,11 @@ def _check_partial(rules: Rules) -> str | None:
                 f"group {inside[0]}: alignment {rules.alignment} lies inside its block, which "
                 "needs partial hits"
             )
+        if rules.alignment != rules.scheduler_block:
+            return (
+                f"without partial hits the alignment is the scheduler block, "
+                f"{rules.scheduler_block}, not {rules.alignment}"
+            )
         return None
     if len(rules.groups) == 1:
         return "partial hits need at least two groups"

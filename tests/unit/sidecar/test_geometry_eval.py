@@ -65,6 +65,15 @@ def test_hit():
     assert ask(question | {"present": {}}) == {"hit": 0}
 
 
+def test_a_hit_ends_where_the_hashes_end():
+    local = [{"kind": "chunked", "block": 16, "chunk": 64}]
+    sizes = {"groups": local, "hash_block": 16, "scheduler_block": 16, "alignment": 16}
+    question = {"op": "hit", "max_length": 144, "hashed": 96, "present": {"0": [16, 32]}}
+    # 64 needs nothing, 80 needs the chunk before it, and no hash tells what is past 96.
+    assert ask(question, **sizes) == {"hit": 64}
+    assert ask({**question, "present": {"0": [80, 96]}}, **sizes) == {"hit": 96}
+
+
 def test_eagle_drops_a_block():
     groups = [
         {"kind": "full", "block": 16, "eagle": True},
@@ -89,6 +98,7 @@ def test_eagle_drops_a_block():
         ({"pcp": 2}, "prefill context parallelism"),
         ({"retention": 33}, "retention 33"),
         ({"alignment": 16}, "needs partial hits"),
+        ({"alignment": 64}, "the alignment is the scheduler block, 32, not 64"),
         ({"groups": [{"kind": "full", "block": 0}]}, "Expected `int` >= 1"),
         ({"groups": [{"kind": "full", "block": 16, "widow": 3}]}, "unknown field `widow`"),
         ({"use_eagle": "yes"}, "Expected `bool`"),
@@ -110,6 +120,7 @@ def test_refused_configurations_say_why(changes, reason):
         ({"op": "load", "length": 1e400}, "Number out of range"),
         ({"op": "hit", "max_length": 9, "hashed": 9, "present": {"4": [1]}}, "group '4'"),
         ({"op": "hit", "max_length": 9, "hashed": 9, "present": {"01": [1]}}, "group '01'"),
+        ({"op": "hit", "max_length": 9, "hashed": 9, "present": {"1" * 5000: [1]}}, "are 0 to 3"),
         ({"op": "hit", "max_length": 9, "hashed": 9, "present": {"0": ["a"]}}, "Expected `int`"),
     ],
 )
