@@ -105,7 +105,6 @@ class SchedulerUnderTest:
         self.free_at_start = self.pool.get_num_free_blocks()
         self.outputs: list[SchedulerOutput] = []
         self.requests: dict[str, Request] = {}
-        self._ran: dict[str, Part] = {}  # of the step whose output was taken last
 
     @property
     def pool(self) -> Any:
@@ -131,9 +130,6 @@ class SchedulerUnderTest:
         return request
 
     def abort(self, name: str) -> None:
-        part = self._ran.get(name)
-        if part is not None and part.drafts:
-            self._confirm(name, part)
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def _count(self) -> FerryStats | None:
@@ -170,7 +166,6 @@ class SchedulerUnderTest:
         results = [rank_output(self.outer, names, sampled, one) for one in ends]
         whole = self._aggregator.aggregate(results) if self.further_ranks else results[0]
         self.scheduler.update_from_output(output, whole)
-        self._ran = parts
         for name, part in parts.items():
             if part.drafts:  # now, as it may end before its next step
                 self._confirm(name, part)
