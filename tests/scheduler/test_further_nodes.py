@@ -17,6 +17,7 @@ import torch
 from kvferry_connector.requests import Limits
 from support.books import read_status
 from support.four_ranks import EngineOfRanks, engine_of_ranks
+from support.kit import Kit
 from support.sidecar import running_sidecar
 from support.two_nodes import (
     TwoNodes,
@@ -191,13 +192,15 @@ def test_a_request_that_is_aborted_during_a_load_leaves_nothing_on_any_node(
 ) -> None:
     tokens = prompt(6, 41)
     assert nodes.run(DENSE, "cold", tokens) == 0
-    faults(nodes.second, "hold load")
+    kit = Kit(nodes.second.run_dir)
+    kit.rules("hold load")
     with nodes.engine(DENSE) as engine:
         load(engine, "warm", tokens)
+        wait_until(lambda: stepped(engine) and kit.view().met, "the copy is held")
         engine.scheduler.finish_requests("warm", RequestStatus.FINISHED_ABORTED)
         assert engine.scheduler.has_requests(), "its blocks belong to the copies"
         wait_until(lambda: ended(engine), "every copy has stopped", every_s=0.0)
-    faults(nodes.second, "")
+    kit.rules()
     nodes.idle()
     assert read_status(nodes.second.run_dir)["pipeline"]["ledger"]["cancelled"] == 1
 
