@@ -206,9 +206,9 @@ class Lifeline:
         self._watch(welcome.epoch, stream.take_pidfd())
         self._epoch = welcome.epoch
         self._protocol = welcome.protocol
+        hot = self._connect(welcome)  # first: who is registered is given jobs at once
         self._registered = self._registration
         registered = self._register(stream, deadline)
-        hot = self._connect(welcome)
         self.last_ack_s = time.monotonic()
         self._beat_s = (self._config.heartbeat_ms or max(1, welcome.heartbeat_ms)) / 1000
         self.counts["attaches"] += 1

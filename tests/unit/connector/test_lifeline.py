@@ -30,6 +30,24 @@ def test_death_is_proven_while_an_attach_gets_no_answer(serve: Serve, client_for
     wait_until(lambda: client.is_dead(1), "the pidfd proves the end")
 
 
+def test_who_is_registered_can_be_given_jobs(
+    serve: Serve, client_for: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler half is told at once; what it orders must find the rank's hot socket."""
+    sidecar, registered = serve(1), []
+    connect = Lifeline._connect
+
+    def connected(self: Lifeline, welcome: Any) -> Any:
+        hot = connect(self, welcome)
+        registered.append(sidecar.events("register"))
+        return hot
+
+    monkeypatch.setattr(Lifeline, "_connect", connected)
+    ready_link(client_for(), 1)
+    assert registered == [[]]
+    assert len(sidecar.events("register")) == 1
+
+
 @pytest.mark.parametrize("method", ["_pump", "_keep", "_attach", "_beat", "_handle"])
 def test_a_bug_in_the_thread_does_not_end_it(
     serve: Serve, client_for: Attach, monkeypatch: pytest.MonkeyPatch, method: str
