@@ -55,6 +55,7 @@ Segment::Segment(int fd, uint64_t bytes) : bytes_(bytes) {
 
 // Huge pages need an address that is a multiple of theirs, which older kernels do not choose.
 Segment Segment::own(uint64_t bytes) {
+    bytes = (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;  // munmap takes whole pages
     const uint64_t spare = bytes < kHugePageBytes ? 0 : kHugePageBytes;
     void* mapped =
         mmap(nullptr, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
