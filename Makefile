@@ -15,6 +15,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name CMakeLists.txt)
 NATIVE_BUILT := $(filter-out native/tests/%,$(NATIVE))
 NATIVE_STYLED := $(filter %.cpp %.h %.inc,$(NATIVE))
+PAGE := sidecar/kvferry_sidecar/observe/http/page/index.html
+PAGE_SOURCES := $(shell find ui -name node_modules -prune -o -type f -print)
 MODEL ?= llama
 MINUTES ?= 10
 TESTS ?= tests
@@ -45,7 +47,7 @@ demo: setup ## run the main job with two real engine processes (MODEL=llama; kvf
 	$(BIN)/python -m kvferry_demo.run --model $(MODEL)
 
 .PHONY: test
-test: setup ## run all tests of the normal gate (TESTS=path for a part of them)
+test: setup $(wildcard $(PAGE)) ## run all tests of the normal gate (TESTS=path for a part of them)
 	$(BIN)/python -m pytest -m 'not long' -n $(TEST_JOBS) --dist loadfile $(TESTS)
 
 .PHONY: test-long
@@ -95,8 +97,10 @@ format: setup ## bring Python and C++ into shape
 	$(BIN)/clang-format -i $(NATIVE_STYLED)
 
 # Plain files, built into the package; the sources of what they are made of are no part of it.
+# `make test` builds it again where it was built before from other sources.
 .PHONY: ui
-ui: ## build the page of /ui/ (needs Node 18 or newer and npm)
+ui: $(PAGE) ## build the page of /ui/ (needs Node 18 or newer and npm)
+$(PAGE): $(PAGE_SOURCES)
 	cd ui && npm ci --no-audit --no-fund --ignore-scripts && npm run build
 
 .PHONY: bench

@@ -97,5 +97,6 @@ def test_the_page_shows_them(browser, sidecar, scheme, size, tmp_path):
         assert fits(page, size["width"])
         page.get_by_role("link", name=f"request {REQUESTS}").focus()
         page.keyboard.press("Enter")
+        page.get_by_role("img", name="timeline").wait_for()  # the list has the same words
         page.get_by_text("No hit: the next chunk of the prefix is in no tier").wait_for()
         assert fits(page, size["width"])

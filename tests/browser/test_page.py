@@ -85,6 +85,7 @@ def test_every_view_opens_by_its_link(page):
 def test_a_request_is_told_in_words_with_its_timeline(page, tmp_path):
     page.goto(page.url.partition("#")[0] + "#/requests?reason=absent")
     page.get_by_role("link", name="cold prompt").click()
+    page.get_by_role("img", name="timeline").wait_for()  # the list has the same words
     page.get_by_text("No hit: the next chunk of the prefix is in no tier").wait_for()
     page.goto(page.url.partition("#")[0] + "#/requests/hot%20prompt")
     page.get_by_text("Loaded 48 tokens").first.wait_for()

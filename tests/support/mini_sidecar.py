@@ -101,6 +101,7 @@ class _Server:
         self.router = zmq.Context.instance().socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.router.bind(self.endpoint)
         self.peers: dict[int, _Peer] = {}
         self.generations: dict[tuple[str, int, int], int] = {}
@@ -205,15 +206,26 @@ class _Server:
         self.tell("hot", identity=identity.decode(), epoch=header.epoch, text=str(message),
                   generation=header.generation, raw=raw)  # fmt: skip
 
+    def send_hot(self, frames: list[Any]) -> None:
+        """Send to a half that may have connected without the ROUTER knowing of it yet."""
+        while True:
+            try:
+                self.router.send_multipart(frames)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+            self.router.poll(10)
+
     def obey(self, command: dict[str, Any]) -> None:
         match command:
             case {"hint": admission, "epoch": epoch, "generation": generation, "to": to}:
                 message = hot.Hint(admission=admission, hit_tokens=64, total=4)
                 frames = codec.pack(message, [b"raw"], protocol=PROTOCOL_MAX, epoch=epoch,
                                     generation=generation)  # fmt: skip
-                self.router.send_multipart([to.encode(), *frames])
+                self.send_hot([to.encode(), *frames])
             case {"garbage": text, "to": to}:
-                self.router.send_multipart([to.encode(), text.encode(), b"x"])
+                self.send_hot([to.encode(), text.encode(), b"x"])
             case {"hang_up": _}:
                 for peer in list(self.peers.values()):
                     self.hang_up(peer)
