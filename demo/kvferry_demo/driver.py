@@ -47,7 +47,8 @@ class _Live:
     admissions: list[Admission] = field(default_factory=list)
 
 
-def _engine_args(setup: EngineSetup) -> EngineArgs:
+def engine_args_of(setup: EngineSetup) -> EngineArgs:
+    """Return what vLLM is started with."""
     arguments: dict[str, Any] = {
         "model": setup.model_dir,
         "load_format": "dummy",
@@ -80,7 +81,7 @@ class Driver:
 
     def __init__(self, setup: EngineSetup) -> None:
         spread.install()
-        config = _engine_args(setup).create_engine_config()
+        config = engine_args_of(setup).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._scheduler = self._core.scheduler
         self._kv_digests = setup.kv_digests
