@@ -211,11 +211,12 @@ class _Server:
         while True:
             try:
                 self.router.send_multipart(frames)
-                return
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-            self.router.poll(10)
+                self.router.poll(10)
+            else:
+                return
 
     def obey(self, command: dict[str, Any]) -> None:
         match command:
