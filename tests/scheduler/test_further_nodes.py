@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvferry_connector.requests import Limits
 from support.books import read_status
 from support.four_ranks import EngineOfRanks, engine_of_ranks
 from support.kit import Kit
-from support.sidecar import running_sidecar
+from support.sidecar import SidecarUnderTest, running_sidecar
 from support.two_nodes import (
     TwoNodes,
     asks,
@@ -31,7 +32,12 @@ from support.two_nodes import (
     wait_served,
 )
 from support.waiting import wait_until
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import RequestStatus
 
 BLOCK = 64
@@ -42,8 +48,15 @@ SWA = SlidingWindowSpec(
 MLA = MLAAttentionSpec(
     block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float16, max_tp_shards=1
 )
+STATE = MambaSpec(
+    block_size=BLOCK, shapes=((2, 8), (4, 4)), dtypes=(torch.float16, torch.float32),
+    mamba_cache_mode="align", page_size_padded=FULL.page_size_bytes,
+)  # fmt: skip
 DENSE = {"a": FULL, "b": FULL}
 WINDOWED = {"a": FULL, "b": SWA}
+STATES = {"a": FULL, "m": STATE}
+DRAFTED_STATES = {"a": FULL, "m": replace(STATE, num_speculative_blocks=2)}
+DRAFTER = {"draft_tokens": 2, "eagle": True}
 NODE_1 = "the node of rank 1 is not served"
 
 
@@ -69,9 +82,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
         ({**DENSE, "c": FULL, "d": FULL}, {"ranks": 4, "stages": 2}),
         (DENSE, {"stages": 2}),
         (DENSE, {"dcp": 2}),
+        (STATES, {}),
+        ({**DENSE, "m": STATE, "n": STATE}, {"ranks": 4, "stages": 2}),
+        (STATES, {"dcp": 2}),
     ],
-    ids=["tensor parallel", "windows", "replicas", "both", "pipeline", "context"],
-)
+    ids=["tensor parallel", "windows", "replicas", "both", "pipeline", "context", "states",
+         "states in stages", "states and context"],
+)  # fmt: skip
 def test_what_all_nodes_saved_is_a_hit_on_all(
     nodes: TwoNodes, specs: dict[str, Any], options: dict[str, int]
 ) -> None:
@@ -84,6 +101,61 @@ def test_what_all_nodes_saved_is_a_hit_on_all(
     assert nodes.run(specs, "warm", tokens, **options) == 6 * BLOCK
     after = [from_store(one) for one in (nodes.first, nodes.second)]
     assert after == [count + 6 * BLOCK for count in before]
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "chunks"),
+    [
+        (DENSE, {"draft_tokens": 5}, 6),
+        (DENSE, DRAFTER, 5),
+        (WINDOWED, DRAFTER, 5),
+        (DRAFTED_STATES, DRAFTER, 5),
+    ],
+    ids=["guesses", "a drafter", "a drafter and windows", "a drafter and states"],
+)
+def test_with_a_drafter_nodes_hit_what_one_node_does(
+    nodes: TwoNodes, specs: dict[str, Any], options: dict[str, Any], chunks: int
+) -> None:
+    """EAGLE and MTP match one block more and drop it; what was guessed is nowhere."""
+    tokens = prompt(6, 47)
+    assert nodes.run(specs, "cold", tokens, max_tokens=BLOCK, **options) == 0
+    assert nodes.run(specs, "warm", tokens, max_tokens=BLOCK, **options) == chunks * BLOCK
+
+
+def test_nodes_agree_on_a_state_that_both_have(nodes: TwoNodes) -> None:
+    """Of the states that one node has at the end of each prompt the other one has the first."""
+    short, long = prompt(4, 53), prompt(6, 53)
+    assert nodes.run(STATES, "cold", short) == 0
+    assert nodes.run(STATES, "more", long) == 4 * BLOCK
+    nodes.store.flush()
+    clear_pool(nodes.second)
+    assert nodes.run(STATES, "one node only", short) == 0
+    assert nodes.run(STATES, "agreed", long) == 4 * BLOCK
+
+
+def test_ranks_of_all_nodes_sleep_and_wake_up(nodes: TwoNodes) -> None:
+    """While one still sleeps a lookup is a miss; afterwards what was saved before is a hit."""
+    tokens, between = prompt(6, 59), prompt(4, 61)
+    with nodes.engine(DENSE) as engine:
+        assert engine.run("cold", tokens) == 0
+        nodes.idle()
+        engine.tell("sleep", [0, 1])
+        assert [workers(one) for one in (nodes.first, nodes.second)] == [[], []]
+        engine.forget()
+        engine.tell("wake", [0])
+        wait_until(lambda: workers(nodes.first) == [0], "it has the first rank's memory again")
+        assert engine.run("one sleeps", tokens) == engine.run("nothing", between) == 0
+        engine.forget()
+        engine.tell("wake", [1])
+        wait_served(engine)
+        assert engine.run("warm", tokens) == 6 * BLOCK
+        nodes.idle()
+
+
+def workers(sidecar: SidecarUnderTest) -> list[int]:
+    """The ranks whose memory a sidecar has."""
+    sessions = read_status(sidecar.run_dir)["sessions"]
+    return [half["rank"] for one in sessions for half in one["halves"] if half["rank"] >= 0]
 
 
 def test_a_hit_is_what_every_node_has(nodes: TwoNodes) -> None:

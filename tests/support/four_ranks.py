@@ -60,13 +60,16 @@ class EngineOfRanks:
     def __init__(
         self, folder: Path, run_dir: Path, specs: Mapping[str, Any], *,
         ranks: int = 4, batch: int = 1024, kv_bytes: int = 4 << 20, draft_tokens: int = 0,
-        kv_events: bool = False, hybrid: bool = True, dcp: int = 1, stages: int = 1,
+        eagle: bool = False, kv_events: bool = False, hybrid: bool = True, dcp: int = 1,
+        stages: int = 1,
         apart: Path | None = None,  # run directory of the ranks after the first: another node's
     ) -> None:  # fmt: skip
         self._draft_tokens, self._dcp = draft_tokens, dcp
         parallel = (ranks // stages, dcp, stages)
         vllm_config = _make_config(folder, run_dir, specs, parallel, batch, draft_tokens)
         vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
+        if eagle:  # of which nothing is known here but that it is a drafter of this kind
+            vllm_config.speculative_config.method = "eagle"
         vllm_config.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=kv_events, publisher="null"
         )
@@ -224,6 +227,16 @@ class EngineOfRanks:
                         writes.append(cell)
                     self._written[block] = (group, cell.name)
         return checks, writes
+
+    def tell(self, order: str, ranks: Sequence[int]) -> None:
+        """Have these ranks "sleep" or "wake" between two steps (vLLM 0.33), one after the other."""
+        for rank in ranks:
+            self._pipes[rank].send(order)
+            self._hear(rank)
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, not through a reset, which leaves the namespace."""
+        assert self.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
 
     def close(self) -> None:
         """End the ranks in order, by force what does not end."""

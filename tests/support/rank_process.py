@@ -106,6 +106,15 @@ class Rank:
             page = self._views[layer][cell.block].view(torch.uint8)
             yield layer, page, pattern(cell.name, layer, shard, page.numel())
 
+    def sleep(self) -> None:
+        """What vLLM does before it unmaps the KV memory, which then holds anything."""
+        self._half.unregister()
+        for view in self._views.values():
+            view.view(torch.uint8).fill_(0xEE)
+
+    def wake(self) -> None:
+        self._half.restore()
+
     def shutdown(self) -> None:
         self._half.shutdown()
 
@@ -116,5 +125,5 @@ def serve(pipe: Any, vllm_config: VllmConfig, kv_config: KVCacheConfig, rank: in
     half = Rank(vllm_config, kv_config, rank)
     pipe.send(half.handshake)
     while (order := pipe.recv()) is not None:
-        pipe.send(half.step(order))
+        pipe.send(half.step(order) if isinstance(order, StepOrder) else getattr(half, order)())
     half.shutdown()

@@ -36,10 +36,13 @@ class TwoNodes:
             wait_served(engine)
             yield engine
 
-    def run(self, specs: dict[str, Any], name: str, tokens: list[int], **options: Any) -> int:
+    def run(
+        self, specs: dict[str, Any], name: str, tokens: list[int], *, max_tokens: int = 1,
+        **options: Any,
+    ) -> int:  # fmt: skip
         """Run one request in an engine of its own, so that the engine itself holds nothing."""
         with self.engine(specs, **options) as engine:
-            hit = engine.run(name, tokens)
+            hit = engine.run(name, tokens, max_tokens)
         self.idle()
         return hit
 

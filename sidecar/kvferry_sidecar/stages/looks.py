@@ -163,7 +163,12 @@ def sources(look: Look, local_tokens: int, total_tokens: int) -> dict[str, int]:
     unit = look.shape.hash_block_tokens
     slowest = np.zeros(total_tokens // unit, np.int8)
     for group, came in zip(look.groups, look.came, strict=True):
-        spread = np.repeat(came, group.hashes_per_unit)[: len(slowest)]
+        if not len(came):
+            continue
+        # A block's object is named by the end of its last unit, and has the tokens of all.
+        first_units = np.arange(0, len(came), group.block_tokens // group.unit_tokens)
+        by_block = np.maximum.reduceat(came, first_units)
+        spread = np.repeat(by_block, group.block_tokens // unit)[: len(slowest)]
         np.maximum(slowest[: len(spread)], spread, out=slowest[: len(spread)])
     counts = np.bincount(slowest[local_tokens // unit :], minlength=len(_SOURCES))
     named = {name: int(n) * unit for name, n in zip(_SOURCES, counts, strict=True) if n}
