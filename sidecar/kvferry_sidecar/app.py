@@ -202,6 +202,8 @@ class App:
                 hugepages_dir=host.hugepages_dir,
             ))  # fmt: skip
         stack.callback(segment.close)
+        if segment.warm:
+            self._progress.took("restart scan", "keys", segment.pool.recovered[0], segment.scan_s)
         return segment
 
     def _open_copies(self, stack: contextlib.ExitStack) -> CopyEngine:

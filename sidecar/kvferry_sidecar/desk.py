@@ -327,6 +327,7 @@ class Desk:
             traces=self._traces_status(),
             gpus=self._gpus(),
             progress=self._progress.reading(),
+            ended=self._progress.ended(),
         )
 
     def _traces_status(self) -> TracesStatus | None:

@@ -28,19 +28,29 @@ const Glance = ({ status, series }) => {
   );
 };
 
-const Work = ({ progress }) => (
-  <Panel title="Long work" wide>
+const amount = (work, n) => (work.unit === "bytes" ? bytes(n) : `${count(n)} ${work.unit}`);
+
+const Work = ({ progress, ended }) => (
+  <Panel title="Long work" wide note={progress.length + ended.length ? "" : "None since this start."}>
     {progress.map((work) => (
       <div class="bar" key={work.name}>
         <span>{work.name}</span>
         <progress max={Math.max(work.total, 1)} value={work.done} aria-label={work.name} />
         <span class="number">
-          {work.unit === "bytes" ? `${bytes(work.done)} of ${bytes(work.total)}` : `${count(work.done)} of ${count(work.total)} ${work.unit}`}
-          , {seconds(work.seconds)}
+          {amount(work, work.done)} of {amount(work, work.total)}, {seconds(work.seconds)}
           {work.left_s != null ? `, about ${seconds(work.left_s)} left` : ""}
         </span>
       </div>
     ))}
+    {ended.length > 0 && (
+      <Facts
+        across
+        rows={ended.map((work) => [
+          work.name,
+          `${amount(work, work.done)}${work.done < work.total ? ` of ${amount(work, work.total)}, ended early` : ""} in ${seconds(work.seconds)}`,
+        ])}
+      />
+    )}
   </Panel>
 );
 
@@ -312,7 +322,7 @@ export const Overview = ({ live }) => {
   return (
     <div class="grid">
       <Glance status={status} series={series} />
-      {status.progress?.length > 0 && <Work progress={status.progress} />}
+      <Work progress={status.progress ?? []} ended={status.ended ?? []} />
       <Ranks status={status} />
       <Funnel pipeline={pipeline} />
       <Misses pipeline={pipeline} />

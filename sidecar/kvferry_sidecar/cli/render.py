@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -36,6 +37,7 @@ def status(document: Document, *, everything: bool = False) -> RenderableType:
         ),
         *(Text(f"degraded: {text}", style="yellow") for text in document.degraded.values()),
         *(Text(_work(work), style="bold") for work in document.progress),
+        *(Text(_ended(work), style="dim") for work in document.ended),
     ]
     if document.sessions_left_out:
         parts.append(Text(f"{document.sessions_left_out} sessions left out: too many to show"))
@@ -71,6 +73,11 @@ def _work(work: WorkStatus) -> str:
     left = "" if work.left_s is None else f", about {duration(work.left_s)} to go"
     unit = "" if is_bytes else f" {work.unit}"
     return f"{work.name}: {done} of {total}{unit} in {duration(work.seconds)}{left}"
+
+
+def _ended(work: WorkStatus) -> str:
+    end = "done" if work.done >= work.total else "ended early"
+    return f"{_work(msgspec.structs.replace(work, left_s=None))}, {end}"
 
 
 def settings(loaded: Loaded) -> RenderableType:

@@ -112,6 +112,7 @@ class Document(msgspec.Struct, frozen=True):
     traces: TracesStatus | None = None  # None: off
     gpus: list[GpuUse] = []  # those that are used
     progress: list[WorkStatus] = []  # long work that is under way
+    ended: list[WorkStatus] = []  # long work that ended last, oldest first
 
 
 def document(  # noqa: PLR0917 - one caller; the order is the document's

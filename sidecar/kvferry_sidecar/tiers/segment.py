@@ -12,6 +12,7 @@ import mmap
 import os
 import resource
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +37,16 @@ _CGROUP_DIR = Path("/sys/fs/cgroup")
 
 @dataclass(slots=True, eq=False)
 class PoolSegment:
-    """The locked segment and the pool in it. ``warm``: committed objects were kept."""
+    """The locked segment and the pool in it.
+
+    ``warm``: committed objects were kept; to find them took ``scan_s``.
+    """
 
     pool: Pool
     lock: locks.FileLock
     segment_bytes: int
     warm: bool
+    scan_s: float = 0.0
 
     def close(self) -> None:
         """Unmap, then drop the lock; the segment stays for the next sidecar."""
@@ -72,7 +77,9 @@ def open_pool(
         segment_bytes = -(-segment_bytes // page) * page
     lock = _lock(path)
     try:
-        pool, unfit = _attach_warm(lock, segment_bytes, slab_bytes, epoch)
+        began_s = time.monotonic()
+        pool, unfit = _attach_warm(lock, segment_bytes, slab_bytes, epoch, log)
+        scan_s = time.monotonic() - began_s
         warm = pool is not None
         if pool is None:
             log.info(f"reserving {segment_bytes} bytes", segment=str(lock.path))
@@ -97,7 +104,7 @@ def open_pool(
     except BaseException:
         lock.release()
         raise
-    return PoolSegment(pool, lock, segment_bytes, warm)
+    return PoolSegment(pool, lock, segment_bytes, warm, scan_s)
 
 
 def segment_path(name: str, hugepages_dir: str = "") -> Path:
@@ -172,7 +179,7 @@ def _check_private(fd: int, path: Path) -> None:
 
 
 def _attach_warm(
-    lock: locks.FileLock, segment_bytes: int, slab_bytes: int, epoch: int
+    lock: locks.FileLock, segment_bytes: int, slab_bytes: int, epoch: int, log: Log
 ) -> tuple[Pool | None, str]:
     """Return the pool that a former sidecar left, or None and why what is there cannot be kept."""
     found_bytes = os.fstat(lock.fd).st_size
@@ -180,6 +187,8 @@ def _attach_warm(
         return None, ""
     if found_bytes != segment_bytes:
         return None, f"it has {found_bytes} bytes, configured are {segment_bytes}"
+    # Ten million keys take a second or so, in one call.
+    log.info("scanning the pool that a former sidecar left", segment=str(lock.path))
     try:
         pool = Pool.attach(lock.fd, epoch)
     except PoolFormatError as error:

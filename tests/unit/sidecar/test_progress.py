@@ -7,7 +7,7 @@ import json
 import pytest
 from kvferry_connector.wire.hot import Outcome
 from kvferry_sidecar.cli import main
-from kvferry_sidecar.observe.progress import Progress, countdown, log_s
+from kvferry_sidecar.observe.progress import Progress, countdown, ended_max, log_s
 from kvferry_sidecar.tiers.runner import Find, Put
 from structlog import get_logger
 from structlog.testing import capture_logs
@@ -37,8 +37,24 @@ def test_progress_is_measured_when_somebody_looks():
         left[0] = 0
         progress.tick(now[0] + 2)
     assert progress.reading() == []
+    (ended,) = progress.ended()
+    assert (ended.name, ended.done, ended.total) == ("write-behind", 10, 10)
     assert progress.tick(now[0] + 3) == float("inf")
     assert [(line["event"], line["done"]) for line in lines] == [("progress", 4), ("done", 10)]
+
+
+def test_of_what_ended_the_last_is_remembered_and_how():
+    with capture_logs() as lines:
+        progress = Progress(get_logger())
+        for number in range(ended_max + 1):
+            progress.took(f"scan {number}", "keys", 7, 0.25)
+        progress.begin("drain", "jobs", lambda: (1, 3))
+        progress.end("drain")
+        progress.end("drain")
+    ended = progress.ended()
+    assert [one.name for one in ended] == [*(f"scan {n}" for n in range(2, ended_max + 1)), "drain"]
+    assert (ended[0].total, ended[0].seconds) == (7, 0.25)
+    assert [line["event"] for line in lines] == ["done"] * (ended_max + 1) + ["ended early"]
 
 
 def test_what_comes_meanwhile_is_work_too():
