@@ -4,13 +4,16 @@ Everything that can happen is a descriptor in one epoll set: the attach socket a
 peers' pidfds, the ZeroMQ socket, the copy engine's eventfd, signals. After the events of a turn
 the tickers run; the shortest time any of them asks for bounds the next wait.
 
-Two things are unusual:
+Three things are unusual:
 
 * The wait is ``select`` on the epoll descriptor: epoll's own timeout counts milliseconds, while a
   job that polls a fence word wants to be called again within 200 us. (The epoll descriptor is
   made first, so it is far below select's limit of 1024.)
 * A ZeroMQ socket's descriptor only says "look at my state"; the state must be read before every
   wait, whatever was done with the socket in between. Such sources register a ``pending`` check.
+* Tickers end what nobody confirmed in time, so they are given a time at which all that had come was
+  read: that before the turn's events. After the process stood still (SIGSTOP), what waits is read
+  first, for ``catch_up_s``: ZeroMQ's own thread has stood still too.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ BROKEN = select.EPOLLERR
 
 events_per_turn_max = 256  # further ready descriptors wait for the next turn: none starves
 wait_s_max = 5.0
+late_s_max = 1.0  # a wait that took longer than it should by this: the process stood still
+catch_up_s = 0.1
+_CATCH_UP_WAIT_S = 0.005
 
 Handler = Callable[[int, float], None]  # (event bits, now_s)
 Ticker = Callable[[float], float]  # now_s -> seconds until the next wanted call, math.inf: none
@@ -70,7 +76,7 @@ class Loop:
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
         self._tickers: list[tuple[str, Ticker]] = []
-        self._pending: list[Callable[[], bool]] = []
+        self._pending: list[tuple[Callable[[], bool], Handler]] = []
         self._clock = clock
         self._idle_s_max = idle_s_max
         self._watchdog: Watchdog | None = None
@@ -78,7 +84,7 @@ class Loop:
         self._exit_code: int | None = None
         self._turns = 0
         self._longest_turn_s = 0.0
-        self._last_turn_at_s = clock()
+        self._last_turn_at_s = self._ticked_at_s = clock()
         self._handler_errors = 0
         self._turn_seconds = Histogram(SECONDS[3:])
 
@@ -112,16 +118,9 @@ class Loop:
         ``handler`` once a turn.
         """
         self._epoll.register(fd, READ)
-        # The descriptor only ends the wait: the handler is called from ``_turn``, once.
+        # The descriptor only ends the wait: the handler is called once a turn, from ``_take``.
         self._handlers[fd] = lambda _events, _now_s: None
-        self._pending.append(pending)
-
-        def tick(now_s: float) -> float:
-            if pending():
-                handler(READ, now_s)
-            return math.inf
-
-        self._tickers.append(("pending", tick))
+        self._pending.append((pending, handler))
 
     def add_ticker(self, name: str, ticker: Ticker) -> None:
         """Call ``ticker`` at the end of every turn; it says when it must be called again."""
@@ -134,26 +133,26 @@ class Loop:
 
     def run(self) -> int:
         """Turn until ``stop``; returns its exit code."""
-        wait_s = 0.0
+        wait_s, self._ticked_at_s = 0.0, self._clock()
         while self._exit_code is None:
             wait_s = self.turn(wait_s)
         return self._exit_code
 
     def turn(self, wait_s: float) -> float:
         """Wait at most ``wait_s``, handle what came, tick; returns how long the next may wait."""
-        if any(pending() for pending in self._pending):
+        if any(pending() for pending, _ in self._pending):
             wait_s = 0.0
         if wait_s > 0.0:
             select.select([self._epoll], [], [], wait_s)
-        started_s = self._clock()
-        for fd, events in self._epoll.poll(0, events_per_turn_max):
-            handler = self._handlers.get(fd)
-            if handler is not None:  # None: an earlier handler of this turn closed it
-                self._guarded(f"descriptor {fd}", handler, events, started_s)
-        next_s = self._idle_s_max
+        started_s = now_s = self._clock()
+        self._take(now_s)
+        if started_s - self._ticked_at_s > wait_s + late_s_max:
+            now_s = self._catch_up(started_s + catch_up_s)
+        self._ticked_at_s, next_s = now_s, math.inf
         for name, ticker in self._tickers:
-            next_s = min(next_s, self._ticked(name, ticker))
+            next_s = min(next_s, self._ticked(name, ticker, now_s))
         ended_s = self._clock()
+        next_s = min(self._idle_s_max, next_s - (ended_s - now_s))
         self._turns += 1
         self._longest_turn_s = max(self._longest_turn_s, ended_s - started_s)
         self._turn_seconds.observe(ended_s - started_s)
@@ -190,6 +189,25 @@ class Loop:
         """Close the epoll set; watched descriptors stay their owners'."""
         self._epoll.close()
 
+    def _take(self, now_s: float) -> None:
+        """Handle what has come."""
+        for fd, events in self._epoll.poll(0, events_per_turn_max):
+            handler = self._handlers.get(fd)
+            if handler is not None:  # None: an earlier handler of this turn closed it
+                self._guarded(f"descriptor {fd}", handler, events, now_s)
+        for pending, handler in self._pending:
+            if pending():
+                self._guarded("pending", handler, READ, now_s)
+
+    def _catch_up(self, end_s: float) -> float:
+        """Handle what comes until ``end_s``; returns a time before which all of it had come."""
+        while True:
+            select.select([self._epoll], [], [], _CATCH_UP_WAIT_S)
+            now_s = self._clock()
+            self._take(now_s)
+            if now_s >= end_s:
+                return now_s
+
     def _guarded(self, what: str, handler: Handler, events: int, now_s: float) -> None:
         try:
             handler(events, now_s)
@@ -197,13 +215,13 @@ class Loop:
             self._handler_errors += 1
             self._on_error(error, what)
 
-    def _ticked(self, name: str, ticker: Ticker) -> float:
+    def _ticked(self, name: str, ticker: Ticker, now_s: float) -> float:
         try:
-            return ticker(self._clock())
+            return ticker(now_s)
         except Exception as error:  # noqa: BLE001 - as above
             self._handler_errors += 1
             self._on_error(error, f"ticker {name}")
-            return wait_s_max  # a ticker that always fails must not make the loop spin
+            return math.inf  # a ticker that always fails must not make the loop spin
 
 
 class Signals:

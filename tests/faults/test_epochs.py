@@ -19,7 +19,7 @@ from support.client_half import ClientEngine, client_engine
 from support.hot_engine import HotEngine
 from support.raw_half import KvMemory, attach_pair
 from support.serving import COMMAND, servings
-from support.sidecar import SidecarUnderTest, make_sidecar, running_sidecar, set_flags
+from support.sidecar import SidecarUnderTest, make_sidecar, running_sidecar
 from support.waiting import wait_until
 
 LONG_STOP = pytest.param(30.0, marks=pytest.mark.long)
@@ -28,9 +28,7 @@ NEWER = f"from kvferry_connector.wire import version; version.PROTOCOL_MAX += 1;
 
 @pytest.fixture
 def sidecar() -> Iterator[SidecarUnderTest]:
-    # The long stop is as long as a lease stays by default without a heartbeat that is read.
-    flags = set_flags({"limits.lease_idle_ms_max": 90_000})
-    with running_sidecar(pool_bytes=64 << 20, flags=flags) as found:
+    with running_sidecar(pool_bytes=64 << 20) as found:
         yield found
 
 

@@ -153,6 +153,73 @@ def test_zmq_messages_are_not_missed_whatever_was_done_with_the_socket() -> None
     loop.close()
 
 
+class _StoppedClock:
+    """The monotonic clock of a process that was stopped for so long."""
+
+    stopped_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.stopped_s
+
+
+def test_stopped_in_the_middle_of_a_turn_it_ends_nothing_before_it_read_what_came() -> None:
+    clock = _StoppedClock()
+    loop = Loop(raise_it, clock)
+    (one, to_one), (two, to_two) = os.pipe(), os.pipe()
+    deadline_s = clock() + 30.0
+    happened: list[str] = []
+
+    def stopped(events: int, now_s: float) -> None:
+        os.read(one, 1)
+        clock.stopped_s = 60.0
+        os.write(to_two, b"beat")
+
+    def beat(events: int, now_s: float) -> None:
+        happened.append(os.read(two, 4).decode())
+
+    def sweep(now_s: float) -> float:
+        happened.extend(["swept"] * (now_s >= deadline_s))
+        return deadline_s - now_s
+
+    loop.watch(one, READ, stopped)
+    loop.watch(two, READ, beat)
+    loop.add_ticker("sweep", sweep)
+    os.write(to_one, b"x")
+    wait_s = loop.turn(1.0)
+    assert happened == []
+    assert wait_s == 0.0
+    loop.turn(wait_s)
+    assert happened == ["beat", "swept"]
+    for fd in (one, to_one, two, to_two):
+        os.close(fd)
+    loop.close()
+
+
+def test_stopped_while_it_waits_it_reads_what_comes_a_little_later_too() -> None:
+    """ZeroMQ's own thread has stood still as well: what its socket has is not there at once."""
+    clock = _StoppedClock()
+    loop = Loop(raise_it, clock)
+    read_fd, write_fd = os.pipe()
+    deadline_s = clock() + 30.0
+    asked, happened = [0], []
+
+    def pending() -> bool:
+        asked[0] += clock.stopped_s > 0.0
+        return asked[0] == 3
+
+    loop.watch_pending(read_fd, lambda events, now_s: happened.append("frame"), pending)
+    loop.add_ticker(
+        "sweep", lambda now_s: math.inf if now_s < deadline_s else happened.append("swept") or 9.0
+    )
+    loop.turn(0.0)
+    clock.stopped_s = 60.0
+    loop.turn(0.0)
+    assert happened == ["frame", "swept"]
+    os.close(read_fd)
+    os.close(write_fd)
+    loop.close()
+
+
 SIGNALLED = """
 import sys, time
 from kvferry_sidecar.loop import Loop, Signals
