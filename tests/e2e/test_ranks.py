@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,19 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvferry_demo.processes import ENGINE_ENVIRONMENT, Child, in_environment
-from support.engine import EngineUnderTest, Texts, hit_of, model_dir, running_engine
+from kvferry_demo.processes import ENGINE_ENVIRONMENT, Child, ChildError, in_environment
+from support.books import wait_settled
+from support.engine import (
+    TWO_RANKS,
+    EngineUnderTest,
+    Texts,
+    ask,
+    hit_of,
+    model_dir,
+    rank_pids,
+    running_engine,
+)
 from support.logs import watch_log
+from support.memory import mapped_files
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # several engine processes at once
-
-TWO_RANKS: dict[str, Any] = {
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "mp",
-    "worker_cls": "kvferry_demo.worker.SpreadWorker",
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +42,27 @@ def sidecar() -> Iterator[SidecarUnderTest]:
 def two_ranks(
     sidecar: SidecarUnderTest, model: str = "llama", **arguments: Any
 ) -> Iterator[EngineUnderTest]:
-    arguments = TWO_RANKS | arguments
-    with running_engine(sidecar.run_dir, model=model, engine_args=arguments) as engine:
+    with running_engine(
+        sidecar.run_dir, model=model, engine_args={**TWO_RANKS, **arguments}
+    ) as engine:
         yield engine
 
 
 def test_two_tensor_parallel_ranks_save_and_load_their_own_halves(
     sidecar: SidecarUnderTest,
 ) -> None:
-    tokens = Texts().take(1500)
+    texts = Texts()
+    tokens = texts.take(1500)
     with two_ranks(sidecar) as writer:
         cold = writer.run(tokens)
         status = sidecar.wait_idle()
-    (session,) = status["sessions"]
-    assert (session["ready"], session["ranks"]) == (True, [0, 1])
-    assert [half["rank"] for half in session["halves"]] == [-1, 0, 1]
-    payloads = [half["payload_bytes"] for half in session["halves"] if half["rank"] >= 0]
-    assert payloads[0] == payloads[1] != [0]
-    books = status["pipeline"]["ledger"]
+        (session,) = status["sessions"]
+        assert (session["ready"], session["ranks"]) == (True, [0, 1])
+        assert [half["rank"] for half in session["halves"]] == [-1, 0, 1]
+        payloads = [half["payload_bytes"] for half in session["halves"] if half["rank"] >= 0]
+        assert payloads[0] == payloads[1] != [0]
+        books = status["pipeline"]["ledger"]
+        kill_a_rank(writer, sidecar, texts.take(900))
     chunks = len(tokens) // 128
     assert books["saved_bytes"] == 2 * chunks * payloads[0][0]
     with two_ranks(sidecar) as reader:
@@ -62,6 +72,18 @@ def test_two_tensor_parallel_ranks_save_and_load_their_own_halves(
     assert warm.output == cold.output
     assert books["loaded_bytes"] == 2 * chunks * payloads[0][0]
     assert books["failed"] == 0
+
+
+def kill_a_rank(engine: EngineUnderTest, sidecar: SidecarUnderTest, tokens: list[int]) -> None:
+    """End an engine by SIGKILL of one rank with saves under way: nothing of it is left."""
+    engine.start(ask(tokens))
+    engine.step(2)
+    os.kill(rank_pids(engine.pid)[1], signal.SIGKILL)
+    with pytest.raises(ChildError):
+        engine.finish()
+    wait_until(lambda: not mapped_files(sidecar.process.pid), "its memory is unmapped")
+    wait_until(lambda: not sidecar.status()["sessions"], "its session is gone")
+    wait_settled(sidecar.run_dir)
 
 
 @pytest.mark.long
@@ -136,7 +158,7 @@ def test_two_data_parallel_engines_share_what_one_saved(tmp_path: Path) -> None:
             sessions = wait_until(lambda: ready_sessions(sidecar), "both engines are ready")
             assert sessions[0]["namespace"] == sessions[1]["namespace"]
             assert [session["ranks"] for session in sessions] == [[0], [0]]
-            cold = ask(engines, 0, tokens)
+            cold = answer(engines, 0, tokens)
             ((chunk_bytes,),) = {
                 tuple(half["payload_bytes"])
                 for half in (*sessions[0]["halves"], *sessions[1]["halves"])
@@ -146,7 +168,7 @@ def test_two_data_parallel_engines_share_what_one_saved(tmp_path: Path) -> None:
             wait_until(lambda: ledger(sidecar)["saved_bytes"] == whole_bytes, "rank 0 saved")
             sidecar.wait_idle()
             assert ledger(sidecar)["loaded_bytes"] == 0
-            assert ask(engines, 1, tokens) == cold
+            assert answer(engines, 1, tokens) == cold
             books = sidecar.wait_idle()["pipeline"]["ledger"]
             assert engines.process.stdin is not None
             engines.process.stdin.close()
@@ -155,7 +177,7 @@ def test_two_data_parallel_engines_share_what_one_saved(tmp_path: Path) -> None:
     assert books["failed"] == 0
 
 
-def ask(engines: Child, rank: int, tokens: list[int]) -> list[int]:
+def answer(engines: Child, rank: int, tokens: list[int]) -> list[int]:
     """Run one request on the engine of a data-parallel rank; return its output."""
     process = engines.process
     assert process.stdin is not None

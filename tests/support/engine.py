@@ -24,6 +24,11 @@ LOADING = "WAITING_FOR_REMOTE_KVS"
 # On a busy machine an answer may take longer than an engine should wait for it; the tests are
 # about what comes of the answer.
 PATIENCE: Mapping[str, Any] = {"probe_ms_max": 20_000}
+TWO_RANKS: Mapping[str, Any] = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "worker_cls": "kvferry_demo.worker.SpreadWorker",
+}
 _numbers = itertools.count()
 
 
@@ -111,6 +116,13 @@ def model_dir(model: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="kvf-models-"))
     atexit.register(shutil.rmtree, folder)
     return write_model(model, folder)
+
+
+def rank_pids(engine_pid: int) -> list[int]:
+    """Return the processes of an engine's ranks, where each has one of its own."""
+    children = Path(f"/proc/{engine_pid}/task").glob("*/children")
+    pids = (int(word) for file in children for word in file.read_text().split())
+    return [pid for pid in pids if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def hit_of(tokens: Sequence[int]) -> int:

@@ -27,6 +27,6 @@ def open_descriptors() -> dict[str, str]:
 
 
 def mapped_files(pid: int | None = None) -> list[str]:
-    """Return the lines of memory maps that are memfds of these tests."""
+    """Return the lines of memory maps that are memfds of halves, also of these tests' own."""
     maps = Path(f"/proc/{pid or 'self'}/maps").read_text()
-    return [line for line in maps.splitlines() if "memfd:kvferry-test" in line]
+    return [line for line in maps.splitlines() if "memfd:kvferry-" in line]
