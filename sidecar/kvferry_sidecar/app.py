@@ -56,8 +56,6 @@ from kvferry_sidecar.transport import Transport
 
 socket_check_s = 1.0  # how often the attach socket's file is looked at
 drain_grace_s = 1.0  # for the last outcomes to be taken after the pipeline ended its jobs
-
-
 # How long another thread (HTTP, a store's) may keep the interpreter while the loop wants it.
 # Python's own 5 ms would show in the time of a lookup.
 thread_switch_s = 0.0005
@@ -227,7 +225,7 @@ class App:
             return device
 
         self._open_device = open_device
-        self._gpus = engine.gpus
+        self._gpus, self._gpu_lost = engine.gpus, engine.lost
         return self._faults.copies(engine)
 
     def _open_slow_tiers(self, stack: contextlib.ExitStack) -> SlowTiers:
@@ -321,7 +319,7 @@ class App:
         self._loop.add_ticker("pipeline", self._pipeline.on_tick)
         self._loop.add_ticker("sessions", self._registry.tick)
         self._loop.add_ticker("attach", self._attach.tick)
-        self._loop.add_ticker("socket", self._socket_tick)
+        self._loop.add_ticker("end", self._end_tick)
         self._loop.add_ticker("drain", self._drain_tick)
         self._loop.add_ticker("reload", self._reloader.tick)
         self._loop.add_ticker("progress", self._progress.tick)
@@ -369,22 +367,26 @@ class App:
                 "drain", "jobs, leases and writes", countdown(total, self._pipeline.left)
             )
 
-    def _socket_tick(self, now_s: float) -> float:
-        """End where nobody can reach us any more: whoever supervises us starts a new one."""
+    def _end_tick(self, now_s: float) -> float:
+        """End where only a new process helps: whoever supervises us starts one."""
         if self._drain_until_s is not None:
             return math.inf
+        if error := self._gpu_lost():
+            return self._end(now_s, ExitCode.GPU, "a GPU is lost; draining to end", error=error)
         if now_s >= self._socket_check_s:
             self._socket_check_s = now_s + socket_check_s
             if not self._attach.owns_path():
-                self._exit_code = ExitCode.RUN_DIR
-                self._log.error(
-                    "attach socket was removed or replaced; draining to end",
-                    path=str(attach_path(self._config.run_dir)),
-                    remedy="start it again, and keep others from deleting in run_dir",
-                )
-                self._drain(now_s)
-                return math.inf
+                what = "attach socket was removed or replaced; draining to end"
+                remedy = "start it again, and keep others from deleting in run_dir"
+                path = str(attach_path(self._config.run_dir))
+                return self._end(now_s, ExitCode.RUN_DIR, what, path=path, remedy=remedy)
         return self._socket_check_s - now_s
+
+    def _end(self, now_s: float, code: ExitCode, what: str, **facts: str) -> float:
+        self._exit_code = code
+        self._log.error(what, **facts)
+        self._drain(now_s)
+        return math.inf
 
     def _drain_tick(self, now_s: float) -> float:
         if self._drain_until_s is None:

@@ -20,6 +20,7 @@ class ExitCode(enum.IntEnum):
     POOL = 5  # the pool segment cannot be made, or another sidecar has it
     WARNED = 6  # doctor: it works, and something should be changed
     STALLED = 7  # the control loop made no progress; the watchdog ended the process
+    GPU = 8  # the context of a GPU is lost to this process
 
 
 class KvferryError(Exception):

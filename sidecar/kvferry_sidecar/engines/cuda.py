@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Sized
+from contextlib import suppress
 from ctypes import c_void_p
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ from kvferry_sidecar.engines.base import (
 from kvferry_sidecar.engines.cuda_choice import Ways, find_ways
 from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
 from kvferry_sidecar.engines.cuda_memory import CudaMemories, PinnedPool
-from kvferry_sidecar.engines.cuda_parts import Part
+from kvferry_sidecar.engines.cuda_parts import Part, check_extents
 from kvferry_sidecar.engines.pages import bind_near
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 
@@ -131,6 +131,11 @@ class CudaCopyEngine:
             found.append(GpuUse(uuid, total, free, held, mapped))
         return found
 
+    def lost(self) -> str:
+        """Return what lost a GPU to this process, if one is: no copy of it ends well any more."""
+        error = None if self._driver is None else self._driver.lost
+        return "" if error is None else str(error)
+
     def pin(self, driver: Driver, ordinal: int) -> None:
         """Begin to pin the pool, once."""
         if self._pinned is None:
@@ -153,7 +158,7 @@ class CudaCopyEngine:
         layout = extents.layout
         if not isinstance(layout, CudaLayout):
             raise TypeError(f"the CUDA engine copies by no {type(layout).__name__}")
-        _check(extents, layout, self._pool.total_bytes)
+        check_extents(extents, layout, self._pool.total_bytes)
         job = _Job(
             ticket,
             direction,
@@ -365,31 +370,5 @@ class _Lane:
         if ways is not None:
             ways.close()
         if stream is not None:
-            self._driver("cuStreamDestroy_v2", stream)
-
-
-def _check(extents: Extents, layout: CudaLayout, pool_bytes: int) -> None:
-    """Raise ValueError with the first wrong number."""
-    chunks = len(extents.blocks)
-    lengths: dict[str, Sized] = {"pool offsets": extents.pool_offsets, "seeds": extents.seeds}
-    if extents.expected is not None:
-        lengths["expected checksums"] = extents.expected
-    for name, array in lengths.items():
-        if len(array) != chunks:
-            raise ValueError(f"copy refused: {chunks} blocks but {len(array)} {name}")
-    # Block 0 is the engine's null block: many requests share it, none owns it.
-    wrong = np.flatnonzero((extents.blocks < 1) | (extents.blocks >= layout.num_blocks))
-    if len(wrong):
-        index = int(wrong[0])
-        raise ValueError(
-            f"copy refused: block {extents.blocks[index]} at index {index} is not in 1 .. "
-            f"{layout.num_blocks - 1}"
-        )
-    reach = pool_bytes - layout.payload_bytes
-    far = np.flatnonzero(extents.pool_offsets > np.uint64(max(0, reach)))
-    if chunks and (reach < 0 or len(far)):
-        index = int(far[0]) if len(far) else 0
-        raise ValueError(
-            f"copy refused: pool offset {extents.pool_offsets[index]} at index {index} with a "
-            f"payload of {layout.payload_bytes} bytes leaves the pool of {pool_bytes} bytes"
-        )
+            with suppress(CudaError):  # of a lost context: it falls with this process
+                self._driver("cuStreamDestroy_v2", stream)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from ctypes import POINTER, byref, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -56,6 +56,7 @@ class _Access(ctypes.Structure):
 
 
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetCount": (POINTER(c_int),),
@@ -107,16 +108,19 @@ ERRORS: dict[int, tuple[str, str]] = {
     ),
     208: ("ALREADY_MAPPED", "another library in this process has opened it: report it"),
     217: ("PEER_ACCESS_UNSUPPORTED", "give the sidecar the GPU that holds the memory"),
+    222: (
+        "UNSUPPORTED_PTX_VERSION",
+        "NVRTC is newer than the driver: install kvferry[cuda12], or a newer driver",
+    ),
     400: ("INVALID_HANDLE", "a stream or module of a lost context: restart the sidecar"),
     500: ("NOT_FOUND", "the driver is too old for this: install a newer one"),
     304: ("OPERATING_SYSTEM", "raise the memlock limit (LimitMEMLOCK=infinity, IPC_LOCK)"),
     712: ("HOST_MEMORY_ALREADY_REGISTERED", "another library has registered the pool: report it"),
     713: ("HOST_MEMORY_NOT_REGISTERED", "report it with this text"),
     711: ("TOO_MANY_PEERS", "give the sidecar the GPU that holds the memory"),
-    700: ("ILLEGAL_ADDRESS", "the GPU's context is lost: restart the sidecar"),
-    719: ("LAUNCH_FAILED", "the GPU's context is lost: restart the sidecar"),
     800: ("NOT_PERMITTED", "the container or sandbox forbids it: use the NVIDIA runtime"),
     801: ("NOT_SUPPORTED", "MIG, WSL, Tegra and confidential computing are not served"),
+    802: ("SYSTEM_NOT_READY", "start the node's nvidia-fabricmanager"),
     803: (
         "SYSTEM_DRIVER_MISMATCH",
         "the container's libcuda is not of the node's driver: let the NVIDIA runtime mount it",
@@ -126,6 +130,20 @@ ERRORS: dict[int, tuple[str, str]] = {
         "look into the kernel's log for lines with Xid; for a descriptor: it came from no driver",
     ),
 }
+
+
+# After one of these every call on that GPU fails, until another process makes a context.
+LOST = {
+    214: "ECC_UNCORRECTABLE", 220: "NVLINK_UNCORRECTABLE", 226: "CONTAINED",
+    700: "ILLEGAL_ADDRESS", 702: "LAUNCH_TIMEOUT", 709: "CONTEXT_IS_DESTROYED", 710: "ASSERT",
+    714: "HARDWARE_STACK_ERROR", 715: "ILLEGAL_INSTRUCTION", 716: "MISALIGNED_ADDRESS",
+    717: "INVALID_ADDRESS_SPACE", 718: "INVALID_PC", 719: "LAUNCH_FAILED",
+}  # fmt: skip
+_LOST_REMEDY = (
+    "the GPU's context is lost, and this sidecar ends so that a new one gets another; look into "
+    "the kernel's log for lines with Xid"
+)
+ERRORS |= {code: (name, _LOST_REMEDY) for code, name in LOST.items()}
 
 
 class CudaError(Exception):
@@ -155,8 +173,10 @@ class Driver:
                 f"there is no CUDA driver here ({error}); give the container access to the GPUs "
                 "(runtimeClassName: nvidia, NVIDIA_VISIBLE_DEVICES=all)"
             ) from error
+        self.lost: CudaError | None = None  # the first that lost a context
         self("cuInit", 0)
-        self._lock = threading.Lock()
+        # A collection of garbage may close memory of a GPU at any point, on this thread too.
+        self._lock = threading.RLock()
         self._contexts: dict[int, c_void_p] = {}
         count = c_int()
         self("cuDeviceGetCount", byref(count))
@@ -168,8 +188,15 @@ class Driver:
             function = getattr(self._cu, name)
         except AttributeError:
             raise error_of(name, _NOT_FOUND) from None
-        if code := int(function(*arguments)):
-            raise error_of(name, code)
+        self._check(name, int(function(*arguments)))
+
+    def _check(self, name: str, code: int) -> None:
+        if not code:
+            return
+        error = error_of(name, code)
+        if code in LOST and self.lost is None:
+            self.lost = error
+        raise error
 
     def function(self, name: str, version: int) -> Callable[..., None]:
         """Return a function with the signature it has in a CUDA version. Raises CudaError.
@@ -184,8 +211,7 @@ class Driver:
         call = ctypes.CFUNCTYPE(c_int)(found.value)
 
         def checked(*arguments: Any) -> None:
-            if code := int(call(*arguments)):
-                raise error_of(name, code)
+            self._check(name, int(call(*arguments)))
 
         return checked
 
@@ -233,6 +259,17 @@ class Driver:
                 self("cuDevicePrimaryCtxRetain", byref(context), device)
                 self._contexts[ordinal] = context
         self("cuCtxSetCurrent", context)
+
+    @contextmanager
+    def on(self, ordinal: int) -> Iterator[None]:
+        """Have a GPU current inside the block; what was current before is so again after it."""
+        before = c_void_p()
+        self("cuCtxGetCurrent", byref(before))
+        self.use(ordinal)
+        try:
+            yield
+        finally:
+            self("cuCtxSetCurrent", before)
 
     def open(self, handle: bytes) -> int:
         """Map another process's allocation on the current GPU; returns its address here."""

@@ -54,7 +54,8 @@ class CudaMemories:
     def mapped_bytes(self, ordinal: int) -> int:
         """Return the bytes of engines on a GPU that are open here."""
         with self._lock:
-            return sum(one.total_bytes for one in self._open.values() if one.ordinal == ordinal)
+            opened = list(self._open.values())  # one may be closed at any point, by this thread
+            return sum(one.total_bytes for one in opened if one.ordinal == ordinal)
 
     def open(self, memory: Memory, life: int, fd: int | None = None) -> DeviceMemory:
         """Map a rank's buffer; ``life`` tells processes apart. Raises CudaError with the remedy.
@@ -108,11 +109,11 @@ class CudaMemories:
                 return
             del self._open[key]
             try:
-                self._driver.use(mapped.ordinal)
-                if mapped.by_fd:
-                    self._driver.unmap(mapped.address, mapped.total_bytes)
-                else:
-                    self._driver("cuIpcCloseMemHandle", mapped.address)
+                with self._driver.on(mapped.ordinal):  # the thread may work for another GPU
+                    if mapped.by_fd:
+                        self._driver.unmap(mapped.address, mapped.total_bytes)
+                    else:
+                        self._driver("cuIpcCloseMemHandle", mapped.address)
             except CudaError as error:  # the engine's memory stays until we end
                 self._log.error("an engine's GPU memory was not closed", error=str(error))
 
@@ -200,6 +201,8 @@ class PinnedPool:
                 self._driver("cuMemHostUnregister", self._address + start)
             except CudaError as error:
                 self._log.error("a part of the pool stays pinned", error=str(error))
+                if self._driver.lost is not None:
+                    return  # nor does the rest come back: all of it falls with this process
 
 
 def chunk_cuts(pool: PoolSpan) -> list[int]:

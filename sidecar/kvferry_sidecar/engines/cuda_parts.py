@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry_sidecar.engines.base import Direction
+from kvferry_sidecar.engines.base import Direction, Extents
 from kvferry_sidecar.geometry.device import CudaLayout
 
 
@@ -55,3 +56,30 @@ def joined(hosts: NDArray[np.int64], payload_bytes: int) -> list[tuple[int, int,
     cuts = np.flatnonzero(np.diff(hosts) != payload_bytes) + 1
     edges = [0, *cuts.tolist(), len(hosts)]
     return [(a, b - a, (b - a) * payload_bytes) for a, b in pairwise(edges)]
+
+
+def check_extents(extents: Extents, layout: CudaLayout, pool_bytes: int) -> None:
+    """Raise ValueError with the first wrong number."""
+    chunks = len(extents.blocks)
+    lengths: dict[str, Sized] = {"pool offsets": extents.pool_offsets, "seeds": extents.seeds}
+    if extents.expected is not None:
+        lengths["expected checksums"] = extents.expected
+    for name, array in lengths.items():
+        if len(array) != chunks:
+            raise ValueError(f"copy refused: {chunks} blocks but {len(array)} {name}")
+    # Block 0 is the engine's null block: many requests share it, none owns it.
+    wrong = np.flatnonzero((extents.blocks < 1) | (extents.blocks >= layout.num_blocks))
+    if len(wrong):
+        index = int(wrong[0])
+        raise ValueError(
+            f"copy refused: block {extents.blocks[index]} at index {index} is not in 1 .. "
+            f"{layout.num_blocks - 1}"
+        )
+    reach = pool_bytes - layout.payload_bytes
+    far = np.flatnonzero(extents.pool_offsets > np.uint64(max(0, reach)))
+    if chunks and (reach < 0 or len(far)):
+        index = int(far[0]) if len(far) else 0
+        raise ValueError(
+            f"copy refused: pool offset {extents.pool_offsets[index]} at index {index} with a "
+            f"payload of {layout.payload_bytes} bytes leaves the pool of {pool_bytes} bytes"
+        )

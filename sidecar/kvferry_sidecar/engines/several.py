@@ -45,6 +45,10 @@ class SeveralCopyEngines:
         """Return what is used of each GPU."""
         return self._cuda.gpus()
 
+    def lost(self) -> str:
+        """Return the error, if there was one, after which only another process reaches a GPU."""
+        return self._cuda.lost()
+
     def pinning(self) -> tuple[int, int]:
         """Return the bytes of the pool that are pinned for a GPU, and that will be."""
         return self._cuda.pinning()

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import structlog
 from kvferry_sidecar.engines import cuda, cuda_choice, cuda_kernel
-from kvferry_sidecar.engines.base import Direction, PoolSpan
+from kvferry_sidecar.engines.base import CopyStatus, Direction, PoolSpan
 from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
 from kvferry_sidecar.engines.cuda_choice import Ways, find_ways
-from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
+from kvferry_sidecar.engines.cuda_driver import ERRORS, LOST, CudaError, Driver
 from kvferry_sidecar.engines.cuda_modes import MODES, RectMover, descriptors_max, movers_of
 from kvferry_sidecar.engines.cuda_parts import Part, joined, segments_of
 from support.copying import SHAPES, Pool, Shape, extents_of, layer_outermost
@@ -262,6 +262,40 @@ def test_a_save_stands_back_between_slices_while_there_are_loads(
     found = wait_until(engine.collect, "the save goes on")
     assert found[0].moved_bytes == 2 * shape.payload_bytes
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "call"),
+    [
+        ("rect", "cuStreamCreate"), ("rect", "cuMemcpy2DAsync_v2"), ("rect", "cuStreamSynchronize"),
+        ("batch", "cuMemcpyBatchAsync"), ("kernel", "cuLaunchKernel"),
+        ("kernel", "cuMemcpyHtoDAsync_v2"), ("rect", "cuMemHostRegister_v2"),
+    ],
+)  # fmt: skip
+def test_a_lost_context_fails_copies_and_is_told(
+    gpu: FakeGpu, driver: Driver, mode: str, call: str
+) -> None:
+    pool = Pool(1 << 20)
+    span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 16, pool)
+    engine = CudaCopyEngine(span, LOG, driver, GpuOptions(mode))
+    assert engine.lost() == ""
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    gpu.fail(call, 719)
+    engine.pin(driver, 0)
+    engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
+    (result,) = wait_until(engine.collect, "the save ends")
+    assert (result.status, result.moved_bytes) == (CopyStatus.FAILED, 0)
+    assert f"{call} failed: CUDA_ERROR_LAUNCH_FAILED (719)" in engine.lost()
+    engine.close()
+
+
+def test_what_is_no_loss_is_none(gpu: FakeGpu, driver: Driver) -> None:
+    for code in set(ERRORS) - set(LOST):
+        gpu.fail("cuMemGetInfo_v2", code)
+        with pytest.raises(CudaError):
+            driver.memory(0)
+    assert driver.lost is None
 
 
 def test_a_cancel_ends_the_rest_of_a_share(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_void_p
 from itertools import pairwise
 from pathlib import Path
 
@@ -87,6 +88,19 @@ def test_one_mapping_per_allocation_closed_with_its_last_user(
     assert memories.open(buffer(exported), life=6).total_bytes == 8192, "and opens again"
 
 
+def test_closing_leaves_the_threads_own_gpu_current(
+    memories: CudaMemories, exported: CudaMemory
+) -> None:
+    """The last reference may fall on the thread of another GPU's copies."""
+    opened = memories.open(buffer(exported), life=5)  # on GPU 1
+    driver = memories._driver
+    driver.use(0)
+    del opened
+    current = c_void_p()
+    driver("cuCtxGetCurrent", byref(current))
+    assert current.value == 100, "the context of GPU 0"
+
+
 def test_equal_handles_of_another_process_are_not_trusted(
     gpu: FakeGpu, memories: CudaMemories, exported: CudaMemory
 ) -> None:
@@ -144,7 +158,8 @@ def test_each_known_error_is_named_with_a_remedy(
         (201, "shareProcessNamespace"), (205, "not by CDI or DRA"), (208, "report it"),
         (217, "the GPU that holds the memory"), (304, "memlock"), (400, "restart the sidecar"),
         (711, "the GPU that holds the memory"), (712, "another library"), (713, "report it"),
-        (719, "restart the sidecar"), (800, "NVIDIA runtime"), (801, "MIG"), (803, "libcuda"),
+        (214, "a new one gets another"), (222, "cuda12"), (719, "Xid"), (802, "fabricmanager"),
+        (800, "NVIDIA runtime"), (801, "MIG"), (803, "libcuda"),
         (999, "Xid"),
     ],
 )  # fmt: skip
