@@ -277,13 +277,14 @@ def test_a_request_that_is_aborted_during_a_load_leaves_nothing_on_any_node(
     assert read_status(nodes.second.run_dir)["pipeline"]["ledger"]["cancelled"] == 1
 
 
-def test_a_node_that_hangs_is_a_miss(nodes: TwoNodes) -> None:
+@pytest.mark.parametrize("hangs", ["first", "second"])
+def test_a_node_that_hangs_is_a_miss(nodes: TwoNodes, hangs: str) -> None:
     """In its time, and its answer that comes later is of no use to anybody."""
-    tokens = prompt(6, 43)
+    tokens, hung = prompt(6, 37 + len(hangs)), getattr(nodes, hangs)
     assert nodes.run(DENSE, "cold", tokens) == 0
     with nodes.engine(DENSE) as engine:
         engine.connector._scheduler._lookup._limits = Limits(0.05, 0.05)
-        os.kill(nodes.second.process.pid, signal.SIGSTOP)
+        os.kill(hung.process.pid, signal.SIGSTOP)
         try:
             engine.add("warm", tokens)
             wait_until(
@@ -291,6 +292,6 @@ def test_a_node_that_hangs_is_a_miss(nodes: TwoNodes) -> None:
             )
             assert engine.counts["loads"] == 0
         finally:
-            os.kill(nodes.second.process.pid, signal.SIGCONT)
+            os.kill(hung.process.pid, signal.SIGCONT)
         wait_until(lambda: ended(engine), "its saves are reported", every_s=0.0)
         nodes.idle()
