@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import http.client
 import re
+import select
 import socket
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -79,13 +83,57 @@ def test_who_sends_no_whole_request_in_time_is_closed(tmp_path, monkeypatch):
     with served(tmp_path) as (http, _), http.connected() as kept:
         kept.request("GET", "/livez")
         kept.getresponse().read()
-        monkeypatch.setattr(protocol, "head_s_max", 0.1)
-        for head in (b"", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-"):
+        monkeypatch.setattr(protocol, "peer_s_max", 0.1)
+        whole = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
+        action = whole.replace(b"GET /livez", b"POST /api/v1/actions/drain")
+        for head in (b"", whole, action + b"Content-Length: 9\r\n\r\n{"):
             with socket.socket(socket.AF_UNIX) as late, contextlib.suppress(ConnectionError):
                 late.settimeout(60)
                 late.connect(str(tmp_path / "s"))
                 late.sendall(head)
                 assert late.recv(1) == b"", "closed without a word"
+
+
+def unread(where, pages=40):
+    """A connection that asks for more than fits between two processes, and reads nothing."""
+    one = socket.socket(socket.AF_UNIX)
+    one.settimeout(60)
+    one.connect(str(where))
+    one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * pages)
+    wait_until(lambda: select.select([one], [], [], 0)[0], "it is being answered")
+    return one
+
+
+def test_who_does_not_read_what_it_asked_for_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "peer_s_max", 0.5)
+    with served(tmp_path) as (http, window):
+        window.last = reading(Bed())
+        whole_bytes = 40 * len(http.get("/metrics").body)
+        with unread(tmp_path / "s") as one:
+            wait_until(lambda: not established(tmp_path / "s"), "it is closed")
+            got = b"".join(iter(functools.partial(one.recv, 1 << 16), b""))
+        assert 0 < len(got) < whole_bytes
+
+
+def established(path):
+    """Connections to a Unix socket that its server has open."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line for line in lines if line.endswith(str(path)) and line.split()[5] == "03"]
+
+
+def test_who_does_not_read_what_it_asked_for_keeps_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "connections_max", 4)
+    monkeypatch.setattr(protocol, "peer_s_max", 600.0)
+
+    def lives():
+        with contextlib.suppress(ConnectionError, http.client.RemoteDisconnected):
+            return server.get("/livez").status == 200
+
+    with served(tmp_path) as (server, window), contextlib.ExitStack() as stack:
+        window.last = reading(Bed())
+        for _ in range(protocol.connections_max):
+            stack.enter_context(unread(tmp_path / "s"))
+        wait_until(lives, "a probe is answered")
 
 
 def test_questions_are_bounded_and_errors_belong_to_whoever_asks():

@@ -1,6 +1,7 @@
-"""HTTP/1.1 whose peers cannot hold descriptors, or keep probes out, by saying nothing.
+"""HTTP/1.1 whose peers cannot hold descriptors, or keep probes out, by doing nothing.
 
-uvicorn waits for a request's head for ever, and takes any number of connections.
+uvicorn waits for ever for a request, and for an answer to be read, and takes any number of
+connections.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-connections_max = 128  # of one socket; then the one that has waited longest for a request goes
-head_s_max = 10.0  # from the connection, or the last answer, to the whole head of a request
+connections_max = 128  # of one socket; then the one that has kept us waiting longest goes
+peer_s_max = 10.0  # for a whole request, and for room for more of an answer
 _logger = logging.getLogger("uvicorn.error")
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection. It is given up when no request comes, and for others at the bound."""
+    """One connection. It is given up when its peer does nothing, and for others at the bound."""
 
     _since_s = 0.0
     _late: asyncio.TimerHandle | None = None
@@ -39,18 +41,29 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; a whole head ends the waiting for one."""
+        """Take bytes; a whole request ends the waiting for one."""
         super().data_received(data)
+        self._watch()
+
+    def pause_writing(self) -> None:
+        """The peer does not read what it asked for."""
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        """It has read most of it."""
+        super().resume_writing()
         self._watch()
 
     @property
     def waits(self) -> bool:
-        """Whether no request is under way."""
-        return self.cycle is None or self.cycle.response_complete
+        """Whether the peer is to go on: to ask, or to read."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return answered or self.conn.their_state is h11.SEND_BODY or self.flow.write_paused
 
     def give_up(self, bound: str) -> None:
         """Close it without a word."""
-        _logger.warning("connections without a request are closed: %s", bound)
+        _logger.warning("connections whose peer does nothing are closed: %s", bound)
         self.connections.discard(self)  # now: its end is told later
         self.transport.abort()
 
@@ -60,4 +73,4 @@ class BoundedProtocol(H11Protocol):
             self._late = None
         elif self.waits and self._late is None and not self.transport.is_closing():
             self._since_s = self.loop.time()
-            self._late = self.loop.call_later(head_s_max, self.give_up, "head_s_max")
+            self._late = self.loop.call_later(peer_s_max, self.give_up, "peer_s_max")
