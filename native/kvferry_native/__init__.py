@@ -17,6 +17,7 @@ from kvferry_native._native import (
     crc32c,
     crc32c_at,
     mix_keys,
+    page_nodes,
     place_memory,
 )
 
@@ -37,5 +38,6 @@ __all__ = [
     "crc32c",
     "crc32c_at",
     "mix_keys",
+    "page_nodes",
     "place_memory",
 ]

@@ -26,6 +26,11 @@ def place_memory(nodes: Sequence[int], interleaved: bool) -> None:
 
     ``interleaved``: page by page over the nodes. It lasts as long as the thread. Raises OSError.
     """
+def page_nodes(address: int, stride: int, count: int) -> list[int]:
+    """NUMA nodes of ``count`` pages, ``stride`` bytes apart; negative errno: none of this process.
+
+    Raises OSError where the kernel does not say.
+    """
 def mix_keys(
     namespace: bytes,  # 16 bytes
     group: int,

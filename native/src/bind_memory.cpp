@@ -54,10 +54,33 @@ void place_memory(const std::vector<uint32_t>& nodes, bool interleaved) {
     }
 }
 
+// What move_pages(2) says without moving any: the node of each page, or a negative errno.
+std::vector<int> page_nodes(uint64_t address, uint64_t stride, uint32_t count) {
+    constexpr uint32_t kPagesMax = 1u << 16;
+    if (count > kPagesMax) {
+        throw std::invalid_argument("page_nodes: " + std::to_string(count) + " pages; at most " +
+                                    std::to_string(kPagesMax));
+    }
+    std::vector<void*> pages(count);
+    for (uint32_t i = 0; i < count; ++i) {
+        pages[i] = reinterpret_cast<void*>(address + i * stride);
+    }
+    std::vector<int> nodes(count, -1);
+    const nb::gil_scoped_release unlocked;
+    if (syscall(SYS_move_pages, 0, static_cast<unsigned long>(count), pages.data(), nullptr,
+                nodes.data(), 0) != 0) {
+        const int error = errno;
+        const nb::gil_scoped_acquire locked;
+        throw std::system_error(error, std::generic_category(), "move_pages");
+    }
+    return nodes;
+}
+
 }  // namespace
 
 void bind_memory(nb::module_& m) {
     m.def("crc32c_at", &crc32c_at, "addresses"_a.noconvert(), "sizes"_a.noconvert(),
           "seeds"_a.noconvert());
     m.def("place_memory", &place_memory, "nodes"_a, "interleaved"_a);
+    m.def("page_nodes", &page_nodes, "address"_a, "stride"_a, "count"_a);
 }

@@ -119,6 +119,7 @@ class App:
         stack.callback(self._loop.end_watch)  # after the copies stopped, before the pool goes
         self._faults = FaultKit(config.faults, self._loop, log)
         self._pool = self._faults.pool(self._segment.pool)
+        self._front.watch_paths(self._pool.address, self._pool.stats().total_bytes)
         self._slow = self._open_slow_tiers(stack)
         self._copies = self._open_copies(stack)
         self._pipeline = self._build_pipeline()

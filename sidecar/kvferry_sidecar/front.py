@@ -14,7 +14,7 @@ from kvferry_sidecar.config import Config, Loaded
 from kvferry_sidecar.doctor.finding import Finding
 from kvferry_sidecar.errors import HttpError
 from kvferry_sidecar.loop import READ, Loop
-from kvferry_sidecar.observe import traces
+from kvferry_sidecar.observe import paths, traces
 from kvferry_sidecar.observe.http.guard import read_token
 from kvferry_sidecar.observe.http.server import HttpServer, bind_tcp, bind_unix
 from kvferry_sidecar.observe.http.window import Desk, Window
@@ -87,6 +87,10 @@ class Front:
         """Keep traces by these settings from now on."""
         if self.traces is not None:
             self.traces.keep = Keep(config.traces.sample_percent, config.traces.slow_ms)
+
+    def watch_paths(self, pool_address: int, pool_bytes: int) -> None:
+        """Tell of network cards, and where this memory lies, from now on."""
+        self._window.paths = lambda: paths.read(pool_address, pool_bytes)
 
     def serve(self, desk: Desk) -> None:
         """The sidecar is complete."""

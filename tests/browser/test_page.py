@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 
+import httpx
 import pytest
 from kvferry_demo.processes import kvferry_command
 from support.hot_engine import HotEngine
@@ -18,7 +19,7 @@ PANELS = (
     "Hits by the size of the pool", "Tokens looked up",
     "Throughput", "Latency by stage", "Break-even", "Evictions",
     "Failures and refusals", "Queues", "Control loop", "Hottest prefixes", "Slower tiers",
-    "Paths of the bytes",
+    "Paths of the bytes", "Long work",
 )  # fmt: skip
 TOKEN = "token-of-the-page-0123456789"
 
@@ -57,13 +58,17 @@ both_schemes = pytest.mark.parametrize("page", ["light", "dark"], indirect=True)
 
 
 @both_schemes
-def test_every_panel_is_there_and_live(page, tmp_path):
+def test_every_panel_is_there_and_live(page, address, tmp_path):
     for title in PANELS:
         page.get_by_role("region", name=title, exact=True).wait_for()
     funnel = page.get_by_role("region", name="Hits, in tokens")
     assert "192 (80 %)" in funnel.inner_text()  # offered, the open lease too
     assert "144 (60 %)" in funnel.inner_text()  # loaded
     assert "from host" in funnel.inner_text()
+    paths = page.get_by_role("region", name="Paths of the bytes")
+    paths.get_by_text(re.compile(r"node \d+: |move_pages")).wait_for()
+    for nic in httpx.get(f"http://{address}/api/v1/paths").json()["nics"]:
+        paths.get_by_text(nic["name"], exact=True).wait_for()
     curve = page.get_by_role("region", name="Hits by the size of the pool")
     assert "% of the tokens" in curve.inner_text()
     page.wait_for_function("document.querySelectorAll('canvas').length >= 3")

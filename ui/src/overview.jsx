@@ -296,21 +296,32 @@ const Tiers = ({ pipeline }) => (
 // How bytes travel, and what of it is not the best this machine could do.
 const Paths = ({ status }) => {
   const { data, error } = usePoll("doctor", 30000);
+  const { data: paths, error: unread } = usePoll("paths", 5000);
   const lines = (data ?? []).filter((line) => ["GPU", "NUMA", "RDMA", "huge pages", "locked memory"].includes(line.check));
   const places = [...new Set(status.sessions.flatMap((s) => s.halves.map((half) => half.memory)).filter(Boolean))];
+  const nodes = entries(paths?.pool_nodes).map(([node, n]) => `node ${node}: ${bytes(n)}`);
   return (
-    <Panel
-      title="Paths of the bytes"
-      wide
-      note={error || "What the doctor finds. Bytes per NUMA node are not counted, because the kernel walks the whole pool's page tables to say it (numa_maps); NICs belong to the stores' own clients."}
-    >
-      <Facts rows={[["engines' KV memory", places.join(", ") || "no engine is attached"]]} />
+    <Panel title="Paths of the bytes" wide note={error || unread || "Of the pool a sample of pages is asked where it lies; cards count everybody's bytes."}>
+      <Facts
+        rows={[
+          ["engines' KV memory", places.join(", ") || "no engine is attached"],
+          ["pool on NUMA nodes", nodes.join(", ") || paths?.pool_nodes_missing || "being asked"],
+        ]}
+      />
       {status.gpus?.length > 0 && (
         <Table
           columns={["GPU", "engines' memory mapped here", "held for copies", "free", "total"]}
           rows={status.gpus.map((gpu) => [gpu.device.slice(0, 16), bytes(gpu.mapped_bytes), bytes(gpu.staging_bytes), bytes(gpu.free_bytes), bytes(gpu.total_bytes)])}
         />
       )}
+      <Table
+        empty={paths?.nics_missing || "Being asked."}
+        columns={["network card or RDMA port", "kind", "received", "sent"]}
+        rows={[
+          ...(paths?.nics ?? []).map((nic) => [nic.name, nic.kind, bytes(nic.received_bytes), bytes(nic.sent_bytes)]),
+          ...(paths?.nics_left_out ? [[`${count(paths.nics_left_out)} more are not shown`, "", "", ""]] : []),
+        ]}
+      />
       <Table empty="Being examined." columns={["check", "verdict", "found"]} rows={lines.map((line) => [line.check, <span class={`verdict-${line.verdict}`}>{line.verdict}</span>, line.text])} />
     </Panel>
   );

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry_sidecar.doctor.finding import Finding
+from kvferry_sidecar.observe.paths import PathsReading
 from kvferry_sidecar.observe.status import Document
 from kvferry_sidecar.observe.traces import TracesReading
 from kvferry_sidecar.outcomes.histogram import HistogramReading
@@ -38,3 +39,4 @@ class Reading:
     started_s: float
     findings: tuple[Finding, ...] = ()  # of the doctor, at the start
     traces: TracesReading | None = None
+    paths: PathsReading | None = None  # added by the thread that asked

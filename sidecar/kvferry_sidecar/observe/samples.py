@@ -127,6 +127,13 @@ def state(reading: Reading) -> dict[str, float]:
     return {name: reading.document.state == name for name in ("ready", "degraded", "draining")}
 
 
+def nic_bytes(reading: Reading) -> Numbers:
+    """Bytes by card and direction; of a bounded number of cards."""
+    for nic in reading.paths.nics if reading.paths is not None else ():
+        yield (nic.name, "received"), nic.received_bytes
+        yield (nic.name, "sent"), nic.sent_bytes
+
+
 def gpus(reading: Reading) -> Numbers:
     """Memory of each GPU that is used."""
     return [

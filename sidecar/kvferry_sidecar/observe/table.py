@@ -25,6 +25,7 @@ from kvferry_sidecar.observe.samples import (
     limits,
     moved,
     named,
+    nic_bytes,
     objects,
     one,
     pool,
@@ -229,6 +230,12 @@ COUNTERS = (
         ("result",),
         by(lambda r: r.traces.counts if r.traces is not None else {}),
     ),
+    Row(
+        "nic_bytes",
+        "Bytes through network cards and RDMA ports that are seen here, of everybody.",
+        ("nic", "direction"),
+        nic_bytes,
+    ),
 )
 GAUGES = (
     Row(
@@ -327,6 +334,12 @@ GAUGES = (
     Row("pool_leased_objects", "Objects that may not be evicted.", ("tier",), pool("leased")),
     Row("pool_objects_limit", "Places in the index.", ("tier",), pool("keys_max")),
     Row("pool_objects", "Objects in the host pool, by state.", ("state",), by(objects)),
+    Row(
+        "pool_node_bytes",
+        "Bytes of the host pool by NUMA node, from a sample of its pages.",
+        ("node",),
+        by(lambda r: r.paths.pool_nodes if r.paths is not None else {}),
+    ),
     Row(
         "loop_longest_turn_seconds",
         "The longest turn of the control loop.",

@@ -49,6 +49,7 @@ class Api:
             "status": self.status,
             "sessions": self.sessions,
             "tiers": self.tiers,
+            "paths": self.paths,
             "curve": self.curve,
             "jobs": self.jobs,
             "leases": self.leases,
@@ -88,6 +89,10 @@ class Api:
         """Where bytes are kept: the host pool, and the slower tiers behind it."""
         reading = await self._window.reading()
         return {"host": reading.document.pool, "slower": reading.pipeline.tiers}
+
+    async def paths(self, _request: Request) -> object:
+        """Bytes per network card and RDMA port, and the pool's per NUMA node."""
+        return await asyncio.to_thread(self._window.paths)
 
     async def curve(self, _request: Request) -> object:
         """Tokens wanted, and estimates of those that miss in a pool of another size."""

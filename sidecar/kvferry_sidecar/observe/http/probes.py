@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -50,6 +52,7 @@ def routes(window: Window) -> list[Route]:
             if window.last is None:
                 return PlainTextResponse(f"{error}\n", 503)
             reading = window.last  # kvferry_loop_lag_seconds says how old it is
+        reading = replace(reading, paths=await asyncio.to_thread(window.paths))
         body, kind = metrics.exposition(reading, request.headers.get("accept", ""))
         return Response(body, media_type=None, headers={"content-type": kind})
 

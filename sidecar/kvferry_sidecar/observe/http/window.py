@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvferry_sidecar.observe.mailbox import BusyError, Mailbox
+from kvferry_sidecar.observe.paths import PathsReading
 from kvferry_sidecar.observe.progress import WorkStatus
 from kvferry_sidecar.observe.reading import Reading
 from kvferry_sidecar.outcomes.records import Hot, Record
@@ -79,6 +80,7 @@ class Window:
         self.last: Reading | None = None  # what a loop that hangs is judged by
         self.doctor: Callable[[], Sequence[Any]] = tuple
         self.progress: Callable[[], Sequence[WorkStatus]] = tuple
+        self.paths: Callable[[], PathsReading] = PathsReading  # any thread may ask
 
     def stalled_s(self) -> float | None:
         """Return how long the loop has made no progress when that is too long, else None."""
