@@ -212,7 +212,7 @@ class App:
             config.tiers.host.slab_bytes, segment.pool,
         )  # fmt: skip
         copy = config.copy
-        options = GpuOptions(copy.gpu_mode, copy.gpu_share_percent, copy.threads)
+        options = GpuOptions(copy.gpu_mode, copy.gpu_share_percent, copy.threads, config.run_dir)
         engine = with_threads(self._placed, lambda: SeveralCopyEngines(
             copy.threads, span, self._log, gpu=copy.gpu, options=options
         ))  # fmt: skip

@@ -37,7 +37,7 @@ from support.copying import (
     extents_of,
     layer_outermost,
 )
-from support.fake_cuda import FakeGpu, GpuEngineMemory, RealGpuMemory, fake_ptx, library
+from support.fake_cuda import FakeGpu, GpuEngineMemory, RealGpuMemory, fake_image, library
 
 ON_GPU = "TEST_ON_GPU" in os.environ
 
@@ -76,7 +76,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake driver has the kernel itself."""
     if not ON_GPU:
         FakeGpu().with_kernels(True)
-        monkeypatch.setattr("kvferry_sidecar.engines.cuda_kernel.compile_ptx", fake_ptx)
+        monkeypatch.setattr("kvferry_sidecar.engines.cuda_kernel.compile_image", fake_image)
 
 
 def memory_of(factory: Callable[[Pool, object], CopyEngine]) -> Any:

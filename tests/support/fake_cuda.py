@@ -73,7 +73,7 @@ def _kernels(folder: Path, flags: list[str]) -> list[Path]:
     return objects
 
 
-def fake_ptx(_architecture: int, width: int) -> bytes:
+def fake_image(_architecture: int, width: int, _driver_major: int) -> bytes:
     """Stand for the compiler: the fake driver has the kernel in every width."""
     return b"for vectors of %d\0" % width
 
@@ -134,7 +134,7 @@ class FakeGpu:
         return int(ctypes.c_ulonglong.in_dll(self._fake, "fake_stores").value)
 
     def with_kernels(self, there: bool) -> None:
-        """Run kernels, which a test has "compiled" by ``fake_ptx``; else they are refused."""
+        """Run kernels, which a test has "compiled" by ``fake_image``; else they are refused."""
         self._fake.fake_with_kernels(int(there))
 
     def without_batches(self, missing: bool) -> None:

@@ -18,6 +18,7 @@ from collections import Counter
 from contextlib import suppress
 from ctypes import c_void_p
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from kvferry_connector.wire.attach import Memory
@@ -37,6 +38,7 @@ from kvferry_sidecar.engines.cuda_choice import Ways, find_ways
 from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
 from kvferry_sidecar.engines.cuda_memory import CudaMemories, PinnedPool
 from kvferry_sidecar.engines.cuda_parts import Part, check_extents
+from kvferry_sidecar.engines.cuda_stored import StoredWays
 from kvferry_sidecar.engines.pages import bind_near
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 
@@ -47,12 +49,14 @@ yield_ms_max = 50  # a save waits so long for loads between two slices
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
     """``mode``: "auto" or one of cuda_modes.MODES; ``share_percent`` of the time copies run;
-    ``touch_threads`` map the pool's pages before the driver pins them.
+    ``touch_threads`` map the pool's pages before the driver pins them; ``folder`` keeps what
+    comparing the ways found.
     """
 
     mode: str = "auto"
     share_percent: int = 100
     touch_threads: int = 4
+    folder: Path | None = None
 
 
 @dataclass(slots=True)
@@ -105,13 +109,18 @@ class CudaCopyEngine:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def open(self, memory: Memory, life: int, fd: int | None = None) -> DeviceMemory:
-        """Map a rank's buffer, and begin to pin the pool. Raises CudaError with the remedy."""
+        """Map a rank's buffer, and begin to pin the pool and to compare ways of copying.
+
+        Raises CudaError with the remedy.
+        """
         if self._driver is None:
             self._driver = Driver()
         if self._memories is None:
             self._memories = CudaMemories(self._driver, self._log)
         device = self._memories.open(memory, life, fd)
         self.pin(self._driver, device.ordinal)
+        for direction in Direction:
+            self._lane(device.ordinal, direction)
         return device
 
     def gpus(self) -> list[GpuUse]:
@@ -225,7 +234,8 @@ class CudaCopyEngine:
     def ways(self, ordinal: int, direction: Direction, stream: c_void_p, driver: Driver) -> Ways:
         """Return the ways to copy on the current GPU, for a lane."""
         mode, log = self._options.mode, self._log
-        return find_ways(driver, ordinal, direction, stream, mode=mode, log=log)
+        stored = StoredWays(self._options.folder, log)
+        return find_ways(driver, ordinal, direction, stream, mode=mode, stored=stored, log=log)
 
     def run(self, job: _Job, stream: c_void_p, driver: Driver, ways: Ways) -> None:
         """Copy a job on its lane's thread and publish the result."""
@@ -249,9 +259,9 @@ class CudaCopyEngine:
             self._log.exception("a copy on a GPU failed", ticket=job.ticket)
         self._publish(job, status, started_s)
 
-    def fail(self, job: _Job, error: CudaError) -> None:
+    def fail(self, job: _Job, error: str) -> None:
         """End a job whose lane has no stream."""
-        self._log.error("a copy on a GPU failed", ticket=job.ticket, error=str(error))
+        self._log.error("a copy on a GPU failed", ticket=job.ticket, error=error)
         self._publish(job, CopyStatus.FAILED, time.monotonic())
 
     def _publish(self, job: _Job, status: CopyStatus, started_s: float) -> None:
@@ -302,7 +312,7 @@ class CudaCopyEngine:
             return
         hosts = job.offsets[moving].astype(np.int64) + self._pool.address
         blocks = job.blocks[moving].astype(np.int64)
-        piece = Part(job.layout, job.direction, blocks, hosts)
+        piece = Part(job.layout, job.direction, blocks, hosts, self._pinned.chunks_of(hosts))
         kept = None
         try:
             kept = ways.choose(piece).move(piece, stream)
@@ -337,6 +347,8 @@ class _Lane:
         self._engine, self._driver, self._ordinal = engine, driver, ordinal
         self._direction = direction
         self.held_bytes = 0  # of the GPU's memory
+        self._stream: c_void_p | None = None
+        self._ways: Ways | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="kvferry-gpu", daemon=True)
         self._thread.start()
@@ -351,24 +363,31 @@ class _Lane:
         self._thread.join()
 
     def _work(self) -> None:
-        stream: c_void_p | None = None
-        ways: Ways | None = None
+        self._prepare()  # again with a copy, if it fails: that one is told why
         while (job := self._jobs.get()) is not None:
-            try:
-                if stream is None:
-                    self._driver.use(self._ordinal)
-                    bind_near(self._driver.bus_id(self._ordinal))
-                    stream = self._driver.stream()
-                if ways is None:
-                    ways = self._engine.ways(self._ordinal, self._direction, stream, self._driver)
-                    self.held_bytes = ways.held_bytes
-            except CudaError as error:
+            error = self._prepare()
+            if self._stream is None or self._ways is None:
                 self._engine.fail(job, error)
-                continue
-            self._engine.run(job, stream, self._driver, ways)
+            else:
+                self._engine.run(job, self._stream, self._driver, self._ways)
             del job
-        if ways is not None:
-            ways.close()
-        if stream is not None:
+        if self._ways is not None:
+            self._ways.close()
+        if self._stream is not None:
             with suppress(CudaError):  # of a lost context: it falls with this process
-                self._driver("cuStreamDestroy_v2", stream)
+                self._driver("cuStreamDestroy_v2", self._stream)
+
+    def _prepare(self) -> str:
+        """Make the stream and the ways, once; returns why they cannot be made."""
+        driver, ordinal = self._driver, self._ordinal
+        try:
+            if self._stream is None:
+                driver.use(ordinal)
+                bind_near(driver.bus_id(ordinal))
+                self._stream = driver.stream()
+            if self._ways is None:
+                self._ways = self._engine.ways(ordinal, self._direction, self._stream, driver)
+                self.held_bytes = self._ways.held_bytes
+        except Exception as error:  # noqa: BLE001 - a lane's thread must outlive every fault
+            return f"{type(error).__name__}: {error}"
+        return ""

@@ -1,13 +1,14 @@
-"""Which way of copying is the fastest on a GPU, measured when its first copy starts.
+"""Which way of copying is the fastest on a GPU, measured when its first engine attaches.
 
 On memory of our own in the shape that is hardest (a page per layer and block), so that no engine's
 page is touched. The answer is kept per GPU and direction, by the length of a run and the number of
-runs.
+runs, for the next sidecar too (cuda_stored.py).
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from kvferry_sidecar.engines.base import Direction
 from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
 from kvferry_sidecar.engines.cuda_modes import KernelMover, Mover, movers_of
 from kvferry_sidecar.engines.cuda_parts import Part
+from kvferry_sidecar.engines.cuda_stored import Best, StoredWays, facts_of
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 
 PAGES = (1024, 4096, 16384, 65536)  # bytes of a run
@@ -31,6 +33,7 @@ LAYERS = 8
 # much faster to be taken.
 kernel_gain_min = 1.5
 _rounds = 3
+_comparing = threading.Lock()  # both directions at once would measure each other
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class Ways:
     """The ways on one GPU in one direction, the best first per kind of slice."""
 
     movers: list[Mover]
-    best: dict[tuple[int, int], str] = field(default_factory=dict)
+    best: Best = field(default_factory=dict)
 
     def choose(self, part: Part) -> Mover:
         """Return the way for a slice: the best, or the first that can; 2-D copies always can."""
@@ -69,24 +72,39 @@ def _nearest(run_bytes: int, chunks: int) -> tuple[int, int]:
 
 
 def find_ways(
-    driver: Driver, ordinal: int, direction: Direction, stream: c_void_p, *, mode: str, log: Log
+    driver: Driver,
+    ordinal: int,
+    direction: Direction,
+    stream: c_void_p,
+    *,
+    mode: str,
+    stored: StoredWays,
+    log: Log,
 ) -> Ways:
     """Return the ways on the current GPU, compared where there are several and none is asked for.
 
-    Where comparing fails (a GPU that is full), 2-D copies are left, which need nothing.
+    What an earlier sidecar ``stored`` is believed instead, if nothing has changed. Where comparing
+    fails (a GPU that is full), 2-D copies are left, which need nothing.
     """
     movers, reasons = movers_of(driver, ordinal, mode)
     ways = Ways(movers)
+    measured = False
     if mode == "auto" and len(movers) > 1:
         try:
-            ways.best = _compare(driver, ordinal, direction, stream, movers)
+            facts = facts_of(driver, ordinal, direction, tuple(mover.name for mover in movers))
+            ways.best = stored.read(facts, set(product(PAGES, CHUNKS)))
+            if not ways.best:
+                with _comparing:
+                    ways.best = _compare(driver, ordinal, direction, stream, movers)
+                measured = True
+                stored.write(facts, ways.best)
         except CudaError as error:
             reasons.append(str(error))
             ways.close()
             ways.movers = movers[-1:]
     log.info(
         "ways of copying", gpu=ordinal, direction=direction.name.lower(),
-        ways=[mover.name for mover in ways.movers], without=reasons,
+        ways=[mover.name for mover in ways.movers], without=reasons, measured=measured,
         best={f"{page}x{chunks}": name for (page, chunks), name in ways.best.items()},
     )  # fmt: skip
     return ways
@@ -94,7 +112,7 @@ def find_ways(
 
 def _compare(
     driver: Driver, ordinal: int, direction: Direction, stream: c_void_p, movers: list[Mover]
-) -> dict[tuple[int, int], str]:
+) -> Best:
     most = max(PAGES) * max(CHUNKS) * LAYERS
     device, host = c_uint64(), c_void_p()
     driver("cuMemAlloc_v2", byref(device), c_size_t(most))
@@ -130,7 +148,7 @@ def _part(
     layout = CudaLayout(memory, offsets, same, same, chunks)
     blocks = np.random.default_rng(chunks).permutation(chunks).astype(np.int64)
     payloads = np.arange(chunks, dtype=np.int64) * layout.payload_bytes
-    return Part(layout, direction, blocks, host + payloads)
+    return Part(layout, direction, blocks, host + payloads, np.zeros(chunks, np.int64))
 
 
 def _seconds(driver: Driver, mover: Mover, part: Part, stream: c_void_p) -> float:

@@ -62,6 +62,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGetUuid_v2": (POINTER(c_char * UUID_BYTES), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuDriverGetVersion": (POINTER(c_int),),
     "cuInit": (c_uint,),
     "cuIpcCloseMemHandle": (_ADDRESS,),
     "cuIpcOpenMemHandle_v2": (POINTER(_ADDRESS), IpcHandle, c_uint),
@@ -229,6 +230,12 @@ class Driver:
     def uuid_of(self, ordinal: int) -> bytes:
         """Return the UUID of a GPU. Raises StopIteration for one that is not there."""
         return next(uuid for uuid, number in self._ordinals.items() if number == ordinal)
+
+    def version(self) -> int:
+        """Return the version of CUDA that the driver has: 13000 is 13.0. Raises CudaError."""
+        found = c_int()
+        self("cuDriverGetVersion", byref(found))
+        return found.value
 
     @property
     def used(self) -> list[int]:

@@ -1,7 +1,7 @@
 """The kernel that gathers pages into a flat buffer and scatters them back, compiled at start.
 
-NVRTC makes PTX of the source for the GPU's own architecture, once per width of a vector in a
-process; it is found beside the driver or in NVIDIA's wheels (extras cuda12, cuda13). Without it
+NVRTC makes machine code of the source for the GPU's own architecture, once per width of a vector in
+a process; it is found beside the driver or in NVIDIA's wheels (extras cuda12, cuda13). Without it
 copies go by the copy engines alone.
 """
 
@@ -51,7 +51,7 @@ kv_move(unsigned long long dev_base, unsigned long long flat_base,
     }
 }
 """
-_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
+_MAJORS = (13, 12)  # versions of NVRTC, the newest first
 
 
 def width_of(*numbers: int) -> int:
@@ -60,24 +60,42 @@ def width_of(*numbers: int) -> int:
 
 
 @functools.cache
-def compile_ptx(architecture: int, width: int) -> bytes:
-    """Return PTX for ``compute_<architecture>``. Raises CudaError without NVRTC or on its error."""
-    nvrtc = _library()
+def compile_image(architecture: int, width: int, driver_major: int) -> bytes:
+    """Return the kernel for a GPU of compute capability ``architecture`` / 10.
+
+    Machine code, because a driver compiles no PTX of an NVRTC that is newer than itself. Where
+    NVRTC is older than the GPU: PTX of the newest one that it knows. Raises CudaError without
+    NVRTC or on its error.
+    """
+    nvrtc = _library(driver_major)
+    known = [one for one in _architectures(nvrtc) if one <= architecture]
+    if not known:
+        raise CudaError(f"NVRTC knows no GPU as old as sm_{architecture}; install kvferry[cuda12]")
+    target, exact = max(known), max(known) == architecture
+    option = f"--gpu-architecture={'sm' if exact else 'compute'}_{target}"
     program = c_void_p()
     source, name = SOURCE.encode(), b"kv_move.cu"
     _check(nvrtc.nvrtcCreateProgram(byref(program), source, name, 0, None, None))
     try:
-        options = [f"--gpu-architecture=compute_{architecture}", f"-DVEC={VECTORS[width]}"]
+        options = [option, f"-DVEC={VECTORS[width]}"]
         texts = (c_char_p * len(options))(*(option.encode() for option in options))
         if code := nvrtc.nvrtcCompileProgram(program, len(options), texts):
             raise CudaError(f"the copy kernel was not compiled: {_log(nvrtc, program)}", code)
-        size = c_size_t()
-        _check(nvrtc.nvrtcGetPTXSize(program, byref(size)))
-        ptx = create_string_buffer(size.value)
-        _check(nvrtc.nvrtcGetPTX(program, ptx))
-        return ptx.raw
+        size, kind = c_size_t(), "CUBIN" if exact else "PTX"
+        _check(nvrtc[f"nvrtcGet{kind}Size"](program, byref(size)))
+        image = create_string_buffer(size.value)
+        _check(nvrtc[f"nvrtcGet{kind}"](program, image))
+        return image.raw
     finally:
         nvrtc.nvrtcDestroyProgram(byref(program))
+
+
+def _architectures(nvrtc: ctypes.CDLL) -> list[int]:
+    count = c_int()
+    _check(nvrtc.nvrtcGetNumSupportedArchs(byref(count)))
+    found = (c_int * count.value)()
+    _check(nvrtc.nvrtcGetSupportedArchs(found))
+    return list(found)
 
 
 def _check(code: int) -> None:
@@ -94,20 +112,25 @@ def _log(nvrtc: ctypes.CDLL, program: c_void_p) -> str:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    """Load NVRTC from the system or from a wheel of NVIDIA's. Raises CudaError."""
-    wheels = [str(path) for folder in sys.path for path in _in_wheels(Path(folder))]
-    for name in (*_NAMES, *wheels):
+def _library(driver_major: int) -> ctypes.CDLL:
+    """Load NVRTC from the system or from a wheel of NVIDIA's. Raises CudaError.
+
+    None of a later major version than the driver, which does not take what that one makes.
+    """
+    names = [f"libnvrtc.so.{major}" for major in _MAJORS if major <= driver_major]
+    for path in [path for name in names for path in (name, *_in_wheels(name))]:
         try:
-            library = ctypes.CDLL(name)
+            library = ctypes.CDLL(path)
         except OSError:
             continue
         library.nvrtcCreateProgram.argtypes = (
             c_void_p, c_char_p, c_char_p, c_int, c_void_p, c_void_p
         )  # fmt: skip
         return library
-    raise CudaError("NVRTC is not here; install kvferry[cuda13], or kvferry[cuda12]")
+    raise CudaError(
+        f"NVRTC of CUDA {driver_major} is not here; install kvferry[cuda13], or kvferry[cuda12]"
+    )
 
 
-def _in_wheels(folder: Path) -> list[Path]:
-    return sorted(folder.glob("nvidia/*/lib/libnvrtc.so.1[23]"), reverse=True)
+def _in_wheels(name: str) -> list[str]:
+    return [str(path) for folder in sys.path for path in Path(folder).glob(f"nvidia/*/lib/{name}")]

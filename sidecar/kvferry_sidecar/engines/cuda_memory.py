@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from time import monotonic
 
+import numpy as np
 from kvferry_connector.wire.attach import CudaMemory, Memory
+from numpy.typing import NDArray
 from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.engines import pages
@@ -150,6 +152,10 @@ class PinnedPool:
             self._moved.wait_for(lambda: self._pinned_to >= end or self._ended())
             if self._pinned_to < end:
                 raise self.failure or CudaError("the pool is being closed")
+
+    def chunks_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which chunk each address of the pool lies in: no copy may lie in two."""
+        return np.searchsorted(self.cuts, addresses - self._address, side="right")
 
     def progress(self) -> tuple[int, int]:
         """Return the bytes pinned so far, and those to be; equal when no more will be."""

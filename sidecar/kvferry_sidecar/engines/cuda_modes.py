@@ -145,9 +145,9 @@ class KernelMover:
         driver("cuDeviceGet", byref(device), ordinal)
         driver("cuDeviceGetAttribute", byref(major), _COMPUTE_MAJOR, device)
         driver("cuDeviceGetAttribute", byref(minor), _COMPUTE_MINOR, device)
-        architecture = major.value * 10 + minor.value
+        architecture, version = major.value * 10 + minor.value, driver.version() // 1000
         self._functions = {
-            width: _load(driver, cuda_kernel.compile_ptx(architecture, width))
+            width: _load(driver, cuda_kernel.compile_image(architecture, width, version))
             for width in cuda_kernel.VECTORS
         }
         driver("cuMemAlloc_v2", byref(memory), c_size_t(staging_bytes + tables_bytes))
@@ -174,7 +174,7 @@ class KernelMover:
     def _pool(self, part: Part, stream: c_void_p) -> object:
         """Copy between the staging and the pool, joined where payloads follow each other."""
         payload = part.layout.payload_bytes
-        runs = joined(part.hosts, payload)
+        runs = joined(part)
         device = np.array([self._staging + first * payload for first, _, _ in runs], np.int64)
         host = np.array([part.hosts[first] for first, _, _ in runs], np.int64)
         lengths = np.array([count for _, _, count in runs], np.int64)
@@ -237,9 +237,9 @@ class KernelMover:
         return arguments, pointers
 
 
-def _load(driver: Driver, ptx: bytes) -> c_void_p:
+def _load(driver: Driver, image: bytes) -> c_void_p:
     module, function = c_void_p(), c_void_p()
-    driver("cuModuleLoadDataEx", byref(module), ptx, 0, None, None)
+    driver("cuModuleLoadDataEx", byref(module), image, 0, None, None)
     driver("cuModuleGetFunction", byref(function), module, b"kv_move")
     return function
 

@@ -15,12 +15,16 @@ from kvferry_sidecar.geometry.device import CudaLayout
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Chunks to move. ``blocks``: int64 (n,); ``hosts``: int64 (n,), where each payload lies."""
+    """Chunks to move. ``blocks``: int64 (n,); ``hosts``: int64 (n,), where each payload lies.
+
+    ``pins``: int64 (n,), the registration of each payload's host memory.
+    """
 
     layout: CudaLayout
     direction: Direction
     blocks: NDArray[np.int64]
     hosts: NDArray[np.int64]
+    pins: NDArray[np.int64]
 
     @property
     def moved_bytes(self) -> int:
@@ -51,10 +55,14 @@ def segments_of(part: Part) -> Segments:
     return Segments(np.concatenate(device), np.concatenate(host), np.concatenate(lengths))
 
 
-def joined(hosts: NDArray[np.int64], payload_bytes: int) -> list[tuple[int, int, int]]:
-    """Return (first chunk, chunks, bytes) of payloads that follow each other in the pool."""
-    cuts = np.flatnonzero(np.diff(hosts) != payload_bytes) + 1
-    edges = [0, *cuts.tolist(), len(hosts)]
+def joined(part: Part) -> list[tuple[int, int, int]]:
+    """Return (first chunk, chunks, bytes) of payloads that follow each other in the pool.
+
+    A copy over two registrations is none that the driver knows.
+    """
+    payload_bytes = part.layout.payload_bytes
+    apart = (np.diff(part.hosts) != payload_bytes) | (np.diff(part.pins) != 0)
+    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(part.hosts)]
     return [(a, b - a, (b - a) * payload_bytes) for a, b in pairwise(edges)]
 
 

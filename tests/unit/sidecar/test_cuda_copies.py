@@ -6,34 +6,31 @@ The kernel's own source runs here, compiled for this processor (support/fake_ker
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
-import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_void_p
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import structlog
-from kvferry_sidecar.engines import cuda, cuda_choice, cuda_kernel
-from kvferry_sidecar.engines.base import CopyStatus, Direction, PoolSpan
-from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
+from kvferry_sidecar.engines import cuda_choice, cuda_kernel
+from kvferry_sidecar.engines.base import Direction
 from kvferry_sidecar.engines.cuda_choice import Ways, find_ways
-from kvferry_sidecar.engines.cuda_driver import ERRORS, LOST, CudaError, Driver
+from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
 from kvferry_sidecar.engines.cuda_modes import MODES, RectMover, descriptors_max, movers_of
 from kvferry_sidecar.engines.cuda_parts import Part, joined, segments_of
-from support.copying import SHAPES, Pool, Shape, extents_of, layer_outermost
-from support.fake_cuda import FakeGpu, GpuEngineMemory, fake_ptx, library
-from support.waiting import wait_until
+from kvferry_sidecar.engines.cuda_stored import StoredWays
+from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
+from support.copying import SHAPES, Pool, Shape, layer_outermost
+from support.fake_cuda import FakeGpu, GpuEngineMemory, fake_image, library
 
 LOG = structlog.get_logger()
+NOT_STORED = StoredWays(None, LOG)
 STREAM = c_void_p(7)  # the fake driver's only one
 
 
 @pytest.fixture
-def driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    monkeypatch.setattr(cuda_kernel, "compile_ptx", fake_ptx)
+def driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    monkeypatch.setattr(cuda_kernel, "compile_image", fake_image)
     gpu.with_kernels(True)
     found = Driver(str(library()))
     found.use(0)
@@ -54,7 +51,8 @@ class Bed:
         payload = self.shape.payload_bytes
         step = (payload + gap + 15) // 16 * 16 if gap else payload
         hosts = self.pool.address + np.arange(len(blocks), dtype=np.int64) * step
-        return Part(self.layout, direction, np.array(blocks, np.int64), hosts)
+        pins = np.zeros(len(blocks), np.int64)
+        return Part(self.layout, direction, np.array(blocks, np.int64), hosts, pins)
 
 
 def mover(driver: Driver, name: str) -> object:
@@ -82,8 +80,13 @@ def test_segments_are_the_runs_of_each_chunk(driver: Driver, shape: Shape) -> No
 
 
 def test_payloads_that_follow_each_other_are_one_copy() -> None:
+    one, blocks = np.array([10], np.int64), np.zeros(6, np.int64)
+    layout = CudaLayout(DeviceMemory(0, 0, 20), one * 0, one, one, 2)
     hosts = np.array([100, 110, 120, 200, 50, 60], np.int64)
-    assert joined(hosts, 10) == [(0, 3, 30), (3, 1, 10), (4, 2, 20)]
+    part = Part(layout, Direction.GATHER, blocks, hosts, blocks)
+    assert joined(part) == [(0, 3, 30), (3, 1, 10), (4, 2, 20)]
+    part = replace(part, pins=np.array([0, 0, 1, 1, 0, 1], np.int64))
+    assert joined(part) == [(0, 2, 20), (2, 1, 10), (3, 1, 10), (4, 1, 10), (5, 1, 10)]
 
 
 @pytest.mark.parametrize("direction", list(Direction), ids=lambda one: one.name)
@@ -127,10 +130,20 @@ def test_a_batch_has_few_enough_descriptors(gpu: FakeGpu, driver: Driver) -> Non
 
 
 @pytest.mark.parametrize("width", cuda_kernel.VECTORS)
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", [80, 90, 100, 103, 120])
 def test_every_variant_of_the_kernel_compiles(architecture: int, width: int) -> None:
-    text = cuda_kernel.compile_ptx(architecture, width).decode()
-    assert f".target sm_{architecture}" in text
+    image = cuda_kernel.compile_image(architecture, width, 13)
+    assert image.startswith(b"\x7fELF"), "machine code, which no driver has to compile"
+    assert b"kv_move" in image
+
+
+@pytest.mark.parametrize("width", cuda_kernel.VECTORS)
+@pytest.mark.parametrize(("architecture", "target"), [(93, 90), (129, 121)])
+def test_a_gpu_newer_than_nvrtc_compiles_for_itself(
+    architecture: int, target: int, width: int
+) -> None:
+    text = cuda_kernel.compile_image(architecture, width, 13).decode()
+    assert f".target sm_{target}" in text
     assert ".entry kv_move(" in text
     wanted = {16: "ld.global.cs.v4.u32", 8: "ld.global.cs.v2.u32", 4: "ld.global.cs.u32",
               1: "ld.global.cs.u8"}[width]  # fmt: skip
@@ -144,9 +157,9 @@ def test_an_error_of_the_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(cuda_kernel, "SOURCE", 'extern "C" __global__ void kv_move() { nonsense }')
     try:
         with pytest.raises(CudaError, match="nonsense"):
-            cuda_kernel.compile_ptx.__wrapped__(90, 16)
+            cuda_kernel.compile_image.__wrapped__(90, 16, 13)
     finally:
-        cuda_kernel.compile_ptx.cache_clear()
+        cuda_kernel.compile_image.cache_clear()
 
 
 def test_the_widest_vector_divides_everything() -> None:
@@ -172,10 +185,10 @@ def test_what_a_driver_lacks_is_done_without(
     movers[0].move(part := bed.part(Direction.GATHER, [1, 2]), STREAM)  # copies one by one
     assert ctypes.string_at(int(part.hosts[1]), 64) == shape.read(bed.memory.view, 2)[:64]
 
-    def no_compiler(_architecture: int, _width: int) -> bytes:
+    def no_compiler(_architecture: int, _width: int, _driver_major: int) -> bytes:
         raise CudaError("NVRTC is not here")
 
-    monkeypatch.setattr(cuda_kernel, "compile_ptx", no_compiler)
+    monkeypatch.setattr(cuda_kernel, "compile_image", no_compiler)
     assert [one.name for one in movers_of(driver, 0, "auto")[0]] == ["rect"]
 
 
@@ -186,11 +199,11 @@ def test_ways_are_compared_on_memory_of_our_own(
     part = Bed(driver, SHAPES[0]).part(direction, [1, 2])
     times = {"kernel": 1.0, "batch": 0.9, "rect": 2.0}
     monkeypatch.setattr(cuda_choice, "_seconds", lambda _d, one, _p, _s: times[one.name])
-    ways = find_ways(driver, 0, direction, STREAM, mode="auto", log=LOG)
+    ways = find_ways(driver, 0, direction, STREAM, mode="auto", stored=NOT_STORED, log=LOG)
     assert set(ways.best.values()) == {"batch"}
     times["kernel"] = 0.59  # by enough that its share of the engine's time is worth it
     ways.close()
-    ways = find_ways(driver, 0, direction, STREAM, mode="auto", log=LOG)
+    ways = find_ways(driver, 0, direction, STREAM, mode="auto", stored=NOT_STORED, log=LOG)
     assert set(ways.best.values()) == {"kernel"}
     assert ways.choose(part).name == "kernel"
     ways.close()
@@ -203,14 +216,14 @@ def test_ways_are_compared_on_memory_of_our_own(
 @pytest.mark.parametrize("mode", MODES)
 def test_a_way_that_is_asked_for_is_taken(gpu: FakeGpu, driver: Driver, mode: str) -> None:
     part = Bed(driver, SHAPES[0]).part(Direction.GATHER, [1, 2])
-    ways = find_ways(driver, 0, Direction.GATHER, STREAM, mode=mode, log=LOG)
+    ways = find_ways(driver, 0, Direction.GATHER, STREAM, mode=mode, stored=NOT_STORED, log=LOG)
     assert ways.choose(part).name == mode
     assert not gpu.calls("cuMemHostAlloc"), "nothing is compared"
     ways.close()
 
 
 def test_comparing_runs_every_way(gpu: FakeGpu, driver: Driver) -> None:
-    ways = find_ways(driver, 0, Direction.SCATTER, STREAM, mode="auto", log=LOG)
+    ways = find_ways(driver, 0, Direction.SCATTER, STREAM, mode="auto", stored=NOT_STORED, log=LOG)
     assert len(ways.best) == len(cuda_choice.PAGES) * len(cuda_choice.CHUNKS)
     for call in ("cuLaunchKernel", "cuMemcpyBatchAsync", "cuMemcpy2DAsync_v2"):
         assert gpu.calls(call), call
@@ -219,7 +232,7 @@ def test_comparing_runs_every_way(gpu: FakeGpu, driver: Driver) -> None:
 
 def test_a_full_gpu_is_left_with_2d_copies(gpu: FakeGpu, driver: Driver) -> None:
     gpu.fail("cuMemAlloc_v2", 2, after=1)  # the staging fits, the comparison does not
-    ways = find_ways(driver, 0, Direction.GATHER, STREAM, mode="auto", log=LOG)
+    ways = find_ways(driver, 0, Direction.GATHER, STREAM, mode="auto", stored=NOT_STORED, log=LOG)
     assert [one.name for one in ways.movers] == ["rect"]
     assert gpu.calls("cuMemFree_v2"), "the staging was given back"
 
@@ -230,141 +243,3 @@ def test_what_does_not_fit_into_the_staging_goes_another_way(driver: Driver) -> 
     part = Bed(driver, shape).part(Direction.GATHER, [1])
     ways = Ways(movers, dict.fromkeys(((65536, 4),), "kernel"))
     assert isinstance(ways.choose(part), RectMover)
-
-
-# --- loads before saves, share of the time ---------------------------------------------------
-
-
-def two_slices(monkeypatch: pytest.MonkeyPatch, driver: Driver, **options: int) -> CudaCopyEngine:
-    monkeypatch.setattr(cuda, "slice_bytes_max", 1)
-    pool = Pool(1 << 20)
-    span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 16, pool)
-    engine = CudaCopyEngine(span, LOG, driver, GpuOptions("rect", **options))
-    engine.pin(driver, 0)
-    return engine
-
-
-def test_a_save_stands_back_between_slices_while_there_are_loads(
-    gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "yield_ms_max", 60_000)
-    engine = two_slices(monkeypatch, driver)
-    shape = SHAPES[0]
-    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
-    engine._loads[0] = 1  # a load is open
-    gpu.forget()
-    engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
-    wait_until(lambda: gpu.calls("cuStreamSynchronize"), "the first slice is done")
-    assert engine.collect() == []
-    with engine._moved:
-        engine._loads[0] = 0
-        engine._moved.notify_all()
-    found = wait_until(engine.collect, "the save goes on")
-    assert found[0].moved_bytes == 2 * shape.payload_bytes
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("mode", "call"),
-    [
-        ("rect", "cuStreamCreate"), ("rect", "cuMemcpy2DAsync_v2"), ("rect", "cuStreamSynchronize"),
-        ("batch", "cuMemcpyBatchAsync"), ("kernel", "cuLaunchKernel"),
-        ("kernel", "cuMemcpyHtoDAsync_v2"), ("rect", "cuMemHostRegister_v2"),
-    ],
-)  # fmt: skip
-def test_a_lost_context_fails_copies_and_is_told(
-    gpu: FakeGpu, driver: Driver, mode: str, call: str
-) -> None:
-    pool = Pool(1 << 20)
-    span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 16, pool)
-    engine = CudaCopyEngine(span, LOG, driver, GpuOptions(mode))
-    assert engine.lost() == ""
-    shape = SHAPES[0]
-    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
-    gpu.fail(call, 719)
-    engine.pin(driver, 0)
-    engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
-    (result,) = wait_until(engine.collect, "the save ends")
-    assert (result.status, result.moved_bytes) == (CopyStatus.FAILED, 0)
-    assert f"{call} failed: CUDA_ERROR_LAUNCH_FAILED (719)" in engine.lost()
-    engine.close()
-
-
-def test_what_is_no_loss_is_none(gpu: FakeGpu, driver: Driver) -> None:
-    for code in set(ERRORS) - set(LOST):
-        gpu.fail("cuMemGetInfo_v2", code)
-        with pytest.raises(CudaError):
-            driver.memory(0)
-    assert driver.lost is None
-
-
-def test_a_cancel_ends_the_rest_of_a_share(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = two_slices(monkeypatch, driver, share_percent=1)
-    shape = SHAPES[0]
-    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
-    began = threading.Event()
-    stand_back = engine._stand_back
-
-    def long_rest(job: object, _slice_s: float) -> None:
-        began.set()
-        stand_back(job, 3600.0)
-
-    monkeypatch.setattr(engine, "_stand_back", long_rest)
-    engine.submit(1, Direction.SCATTER, extents_of(layout, [1, 2], [0, 65536], crc=False))
-    assert began.wait(90)
-    with ThreadPoolExecutor(1) as closing:
-        closing.submit(engine.close).result(90)
-    (result,) = engine.collect()
-    assert result.moved_bytes == shape.payload_bytes
-
-
-def test_who_sees_a_result_may_close_the_memory(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No thread of the engine holds it any more when the result is announced."""
-    engine = two_slices(monkeypatch, driver)
-    shape = SHAPES[0]
-    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
-    memory = weakref.ref(layout.memory)
-    begin, held_then = threading.Event(), []
-    run, wake = engine.run, os.eventfd_write
-
-    def run_later(*job: object) -> None:
-        assert begin.wait(90)
-        run(*job)
-
-    def noted(fd: int, value: int) -> None:
-        held_then.append(memory() is not None)
-        wake(fd, value)
-
-    monkeypatch.setattr(engine, "run", run_later)
-    monkeypatch.setattr(cuda.os, "eventfd_write", noted)
-    engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
-    del layout
-    begin.set()
-    wait_until(engine.collect, "the save ends")
-    assert held_then == [False]
-    engine.close()
-
-
-def test_ways_are_compared_once_per_gpu_and_direction(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answer is kept as long as the sidecar runs, whatever engine comes next."""
-    compared: list[tuple[int, Direction]] = []
-
-    def noted(
-        driver: Driver, ordinal: int, direction: Direction, *_: object, **how: object
-    ) -> Ways:
-        compared.append((ordinal, direction))
-        return Ways([RectMover(driver)])
-
-    monkeypatch.setattr(cuda, "find_ways", noted)
-    engine = two_slices(monkeypatch, driver)
-    shape = SHAPES[0]
-    for ticket, direction in enumerate([Direction.GATHER, Direction.SCATTER] * 2):
-        layout = shape.layout(GpuEngineMemory(shape.total_bytes))
-        engine.submit(ticket, direction, extents_of(layout, [1, 2], [0, 65536], crc=False))
-        wait_until(engine.collect, "the copy ends")
-    assert sorted(compared) == [(0, Direction.GATHER), (0, Direction.SCATTER)]
-    engine.close()

@@ -19,7 +19,7 @@ import structlog
 from kvferry_connector.wire.attach import CudaMemory, Memory
 from kvferry_sidecar.engines import cuda_memory, pages
 from kvferry_sidecar.engines.base import PoolSpan
-from kvferry_sidecar.engines.cuda import CudaCopyEngine
+from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
 from kvferry_sidecar.engines.cuda_driver import ERRORS, CudaError, Driver, error_of
 from kvferry_sidecar.engines.cuda_memory import CudaMemories, PinnedPool, chunk_cuts
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory, Rect
@@ -347,7 +347,7 @@ def test_a_thread_moves_to_the_node_of_its_gpu(tmp_path: Path, node: str, bound:
 
 def test_what_is_used_of_a_gpu_is_told(gpu: FakeGpu, pool: PoolSpan, exported: CudaMemory) -> None:
     driver = Driver(str(library()))
-    engine = CudaCopyEngine(pool, LOG, driver)
+    engine = CudaCopyEngine(pool, LOG, driver, GpuOptions("rect"))
     assert engine.gpus() == []
     kept = engine.open(buffer(exported), life=5)
     (use,) = engine.gpus()

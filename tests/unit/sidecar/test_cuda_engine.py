@@ -1,0 +1,239 @@
+"""The engine of GPU copies: its lanes, what they stand back for, faults, and what is held.
+
+Over a driver made of host memory, whose kernels are the product's own source.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import structlog
+from kvferry_connector.wire.attach import Memory
+from kvferry_sidecar.engines import cuda, cuda_kernel, cuda_memory
+from kvferry_sidecar.engines.base import CopyStatus, Direction, PoolSpan
+from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
+from kvferry_sidecar.engines.cuda_choice import Ways
+from kvferry_sidecar.engines.cuda_driver import ERRORS, LOST, CudaError, Driver
+from kvferry_sidecar.engines.cuda_modes import RectMover
+from kvferry_sidecar.geometry.device import DeviceMemory
+from support.copying import SHAPES, Pool, extents_of, layer_outermost
+from support.fake_cuda import FakeGpu, GpuEngineMemory, fake_image, library
+from support.waiting import wait_until
+
+LOG = structlog.get_logger()
+
+
+@pytest.fixture
+def driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    monkeypatch.setattr(cuda_kernel, "compile_image", fake_image)
+    gpu.with_kernels(True)
+    found = Driver(str(library()))
+    found.use(0)
+    return found
+
+
+@pytest.mark.parametrize("batches", [True, False], ids=["batch", "one-by-one"])
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda one: one.name)
+def test_no_copy_lies_in_two_registrations(
+    gpu: FakeGpu,
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    direction: Direction,
+    batches: bool,
+) -> None:
+    """Payloads that fill their slabs follow each other over the end of a chunk that was pinned."""
+    slab_bytes = 1 << 16
+    monkeypatch.setattr(cuda_memory, "pin_bytes_max", slab_bytes)
+    shape = layer_outermost(2, slab_bytes // 4, slab_bytes // 4, 9, start=0)
+    assert 2 * shape.payload_bytes == slab_bytes
+    memory = GpuEngineMemory(shape.total_bytes)
+    gpu.with_kernels(True)
+    gpu.without_batches(not batches)
+    pool = Pool(4 * slab_bytes)
+    span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, slab_bytes, pool)
+    engine = CudaCopyEngine(span, LOG, driver, GpuOptions("kernel"))
+    engine.pin(driver, 0)
+    offsets = [number * shape.payload_bytes for number in range(6)]
+    blocks = [3, 1, 6, 2, 5, 4]
+    extents = extents_of(shape.layout(memory), blocks, offsets, crc=False)
+    engine.submit(1, direction, extents)
+    (result,) = wait_until(engine.collect, "the copy ends")
+    engine.close()
+    assert (result.status, result.moved_bytes) == (CopyStatus.DONE, 6 * shape.payload_bytes)
+    assert gpu.calls("cuLaunchKernel")
+
+
+# --- loads before saves, share of the time ---------------------------------------------------
+
+
+def two_slices(monkeypatch: pytest.MonkeyPatch, driver: Driver, **options: int) -> CudaCopyEngine:
+    monkeypatch.setattr(cuda, "slice_bytes_max", 1)
+    pool = Pool(1 << 20)
+    span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 16, pool)
+    engine = CudaCopyEngine(span, LOG, driver, GpuOptions("rect", **options))
+    engine.pin(driver, 0)
+    return engine
+
+
+def test_a_save_stands_back_between_slices_while_there_are_loads(
+    gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "yield_ms_max", 60_000)
+    engine = two_slices(monkeypatch, driver)
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    engine._loads[0] = 1  # a load is open
+    gpu.forget()
+    engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
+    wait_until(lambda: gpu.calls("cuStreamSynchronize"), "the first slice is done")
+    assert engine.collect() == []
+    with engine._moved:
+        engine._loads[0] = 0
+        engine._moved.notify_all()
+    found = wait_until(engine.collect, "the save goes on")
+    assert found[0].moved_bytes == 2 * shape.payload_bytes
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "call"),
+    [
+        ("rect", "cuStreamCreate"), ("rect", "cuMemcpy2DAsync_v2"), ("rect", "cuStreamSynchronize"),
+        ("batch", "cuMemcpyBatchAsync"), ("kernel", "cuLaunchKernel"),
+        ("kernel", "cuMemcpyHtoDAsync_v2"), ("rect", "cuMemHostRegister_v2"),
+    ],
+)  # fmt: skip
+def test_a_lost_context_fails_copies_and_is_told(
+    gpu: FakeGpu, driver: Driver, mode: str, call: str
+) -> None:
+    pool = Pool(1 << 20)
+    span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 16, pool)
+    engine = CudaCopyEngine(span, LOG, driver, GpuOptions(mode))
+    assert engine.lost() == ""
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    gpu.fail(call, 719)
+    engine.pin(driver, 0)
+    engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
+    (result,) = wait_until(engine.collect, "the save ends")
+    assert (result.status, result.moved_bytes) == (CopyStatus.FAILED, 0)
+    assert f"{call} failed: CUDA_ERROR_LAUNCH_FAILED (719)" in engine.lost()
+    engine.close()
+
+
+def test_what_is_no_loss_is_none(gpu: FakeGpu, driver: Driver) -> None:
+    for code in set(ERRORS) - set(LOST):
+        gpu.fail("cuMemGetInfo_v2", code)
+        with pytest.raises(CudaError):
+            driver.memory(0)
+    assert driver.lost is None
+
+
+def test_a_cancel_ends_the_rest_of_a_share(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = two_slices(monkeypatch, driver, share_percent=1)
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    began = threading.Event()
+    stand_back = engine._stand_back
+
+    def long_rest(job: object, _slice_s: float) -> None:
+        began.set()
+        stand_back(job, 3600.0)
+
+    monkeypatch.setattr(engine, "_stand_back", long_rest)
+    engine.submit(1, Direction.SCATTER, extents_of(layout, [1, 2], [0, 65536], crc=False))
+    assert began.wait(90)
+    with ThreadPoolExecutor(1) as closing:
+        closing.submit(engine.close).result(90)
+    (result,) = engine.collect()
+    assert result.moved_bytes == shape.payload_bytes
+
+
+def test_who_sees_a_result_may_close_the_memory(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread of the engine holds it any more when the result is announced."""
+    engine = two_slices(monkeypatch, driver)
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    memory = weakref.ref(layout.memory)
+    begin, held_then = threading.Event(), []
+    run, wake = engine.run, os.eventfd_write
+
+    def run_later(*job: object) -> None:
+        assert begin.wait(90)
+        run(*job)
+
+    def noted(fd: int, value: int) -> None:
+        held_then.append(memory() is not None)
+        wake(fd, value)
+
+    monkeypatch.setattr(engine, "run", run_later)
+    monkeypatch.setattr(cuda.os, "eventfd_write", noted)
+    engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
+    del layout
+    begin.set()
+    wait_until(engine.collect, "the save ends")
+    assert held_then == [False]
+    engine.close()
+
+
+def test_ways_are_compared_once_per_gpu_and_direction(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever engine comes next."""
+    compared: list[tuple[int, Direction]] = []
+
+    def noted(
+        driver: Driver, ordinal: int, direction: Direction, *_: object, **how: object
+    ) -> Ways:
+        compared.append((ordinal, direction))
+        return Ways([RectMover(driver)])
+
+    monkeypatch.setattr(cuda, "find_ways", noted)
+    engine = two_slices(monkeypatch, driver)
+    shape = SHAPES[0]
+    for ticket, direction in enumerate([Direction.GATHER, Direction.SCATTER] * 2):
+        layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+        engine.submit(ticket, direction, extents_of(layout, [1, 2], [0, 65536], crc=False))
+        wait_until(engine.collect, "the copy ends")
+    assert sorted(compared) == [(0, Direction.GATHER), (0, Direction.SCATTER)]
+    engine.close()
+
+
+def test_ways_are_compared_when_an_engine_attaches(
+    gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy waits for it that comes later."""
+    pool = Pool(1 << 20)
+    span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 16, pool)
+    engine = CudaCopyEngine(span, LOG, driver)
+    opened = DeviceMemory(0, 4096, 4096)
+    monkeypatch.setattr(cuda.CudaMemories, "open", lambda *_: opened)
+    engine.open(Memory(0, 4096, "cuda", None), life=5)
+    lanes = engine._lanes
+    wait_until(lambda: all(lane._ways for lane in lanes.values()), "the ways are compared")
+    assert sorted(lanes) == [(0, Direction.GATHER), (0, Direction.SCATTER)]
+    assert not [lane for lane in lanes.values() if not lane._ways.best]
+    engine.close()
+
+
+def test_a_fault_that_is_none_of_the_drivers_fails_copies_and_ends_no_lane(
+    gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = two_slices(monkeypatch, driver)
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    with monkeypatch.context() as broken:
+        broken.setattr(cuda, "find_ways", lambda *_, **__: 1 // 0)
+        engine.submit(1, Direction.GATHER, extents_of(layout, [1], [0]))
+        (result,) = wait_until(engine.collect, "the save ends")
+        assert result.status == CopyStatus.FAILED
+    engine.submit(2, Direction.GATHER, extents_of(layout, [1], [0]))
+    (result,) = wait_until(engine.collect, "the save ends")
+    assert result.status == CopyStatus.DONE
+    engine.close()
