@@ -1,41 +1,31 @@
-"""A disk tier at work: how long a request waits for it, and the sidecar's memory under its writes.
+"""A disk tier at work: how long a request waits for it.
 
 From probe to answer: what was saved is only on the disk (the pool was cleared), a request's hashes
 are sent, and its ask is answered with a lease over all of it: looked up, read, verified, committed.
-Memory: saves follow one another for ``--minutes`` (default 1; an hour is --minutes 60), each is
-written on behind it, and the pool and the disk are overwritten many times. The slope is that of a
-straight line through what is resident beyond the pool, over the second half of the time.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from kvferry_demo.processes import Sidecar
 from kvferry_sidecar.cli.api import Api
 
 import bench.halves as halves
-from bench.common import Figure, at_most, percentile, plain
-from bench.memory import resident
+from bench.common import Figure, bench_main, percentile, plain
 from bench.sidecar import running_sidecar
 
 MIB = 1 << 20
 STAGED_BYTES = 32 * MIB
 POOL_BYTES = 128 * MIB
-GOAL_MIB_PER_MINUTE = 1.0
-minutes_default = 1.0
 
 
-def run(quick: bool, minutes: float = minutes_default) -> dict[str, object]:
-    """Return milliseconds from probe to answer by object size, and MiB per minute."""
-    rounds, seconds = (2, 3.0) if quick else (7, 60 * minutes)
+def run(quick: bool) -> dict[str, object]:
+    """Return milliseconds from probe to answer by object size."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-bench-", dir="/var/tmp"))
     settings = {
         "tiers.disk.paths": folder,
@@ -49,14 +39,10 @@ def run(quick: bool, minutes: float = minutes_default) -> dict[str, object]:
     try:
         with running_sidecar(POOL_BYTES, flags) as sidecar:
             for page_bytes in (64 << 10, 256 << 10, MIB):
-                figures += staged(sidecar, page_bytes, rounds)
-            samples = written(sidecar, seconds)
+                figures += staged(sidecar, page_bytes, rounds=2 if quick else 7)
     finally:
         shutil.rmtree(folder)
-    slope, last = slope_of(samples), samples[-1][1]
-    figures.append(at_most("memory under writes", slope, "MiB/min", GOAL_MIB_PER_MINUTE))
-    figures.append(plain("memory beyond the pool at the end", last, "MiB"))
-    return {"figures": figures, "seconds": seconds, "samples": samples}
+    return {"figures": figures}
 
 
 def staged(sidecar: Sidecar, page_bytes: int, rounds: int) -> list[Figure]:
@@ -87,31 +73,6 @@ def staged(sidecar: Sidecar, page_bytes: int, rounds: int) -> list[Figure]:
     return [plain(what, median, "ms", worst_ms=round(worst, 1), rounds=rounds)]
 
 
-def written(sidecar: Sidecar, seconds: float) -> list[tuple[float, float]]:
-    """Save new prompts until the time is over; return (seconds, MiB beyond the pool) samples."""
-    chunks = 256
-    engine = halves.RawEngine(
-        sidecar.run_dir, groups=1, ranks=1, chunks=chunks, page_bytes=64 << 10
-    )
-    samples: list[tuple[float, float]] = []
-    began_s = time.monotonic()
-    next_s, seed = 0.0, 1 << 20
-    while (at_s := time.monotonic() - began_s) < seconds:
-        seed += 1
-        engine.save(halves.hashes(chunks, seed))
-        if at_s >= next_s:
-            samples.append((at_s, resident(sidecar.pid, sidecar.pool_name)["beyond"]))
-            next_s = at_s + seconds / 60
-    engine.close()
-    return samples
-
-
-def slope_of(samples: list[tuple[float, float]]) -> float:
-    """Return MiB per minute over the second half of the samples."""
-    at_s, mib = np.array(samples[len(samples) // 2 :]).T
-    return float(np.polyfit(at_s / 60, mib, 1)[0]) if len(at_s) > 1 else 0.0
-
-
 def put_objects(sidecar: Sidecar) -> int:
     """Return how many objects the disk has taken."""
     tiers: Any = Api(sidecar.run_dir).get("tiers")
@@ -119,8 +80,4 @@ def put_objects(sidecar: Sidecar) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small and short: a smoke test")
-    parser.add_argument("--minutes", type=float, default=minutes_default, help="of writes")
-    wanted = parser.parse_args()
-    print(json.dumps(run(wanted.quick, wanted.minutes), indent=1))
+    bench_main(__doc__, run)

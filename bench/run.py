@@ -34,6 +34,7 @@ BENCHES = (
     "observe",
     "stores",
     "behind",
+    "endurance",
     "recovery",
     "demo",
 )

@@ -29,6 +29,7 @@ DEVICE = "rxe0"
 PORT = 50061
 OBJECTS = 8
 OBJECT_BYTES = 256 << 10
+SLOT_BYTES = OBJECT_BYTES + 512
 PATIENCE_S = 4.0  # with a dead peer; the library itself takes a minute
 COUNTERS = Path(f"/sys/class/infiniband/{DEVICE}/ports/1/hw_counters")
 
@@ -39,7 +40,7 @@ def say(text: str) -> None:
 
 def opened(segment_bytes: int, device: str = DEVICE):
     """Return the store over RDMA, connected, and its memory."""
-    memory = mmap.mmap(-1, OBJECTS * OBJECT_BYTES)
+    memory = mmap.mmap(-1, OBJECTS * SLOT_BYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     fields = {
         name.removeprefix("tiers.remote."): default
@@ -64,11 +65,12 @@ def items(address: int, filled: bool) -> list[Item]:
     found = []
     for number in range(OBJECTS):
         content = bytes([number + 1]) * (OBJECT_BYTES - 8) + b"the end."
-        at = address + number * OBJECT_BYTES
+        at = address + number * SLOT_BYTES
         if filled:
             ctypes.memmove(at, content, OBJECT_BYTES)
         key = number.to_bytes(16, "little")
-        found.append(Item(key, number, at, Form((OBJECT_BYTES,)), (crc32c(content, number),)))
+        crcs, room_bytes = (crc32c(content, number),), number % 2 * (SLOT_BYTES - OBJECT_BYTES)
+        found.append(Item(key, number, at, Form((OBJECT_BYTES,)), crcs, room_bytes))
     return found
 
 

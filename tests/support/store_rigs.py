@@ -10,7 +10,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,13 +44,14 @@ class Memory:
     def item(self, number: int, *shard_bytes: int, content: bytes | None = None) -> Item:
         """Return an item of its own place; with ``content`` (one byte) it is filled."""
         form = Form(shard_bytes)
-        step = -(-(form.payload_bytes + 64) // SLOT_BYTES) * SLOT_BYTES
+        room_bytes = number % 2 * value.HEADER_BYTES  # slots of both kinds, side by side
+        step = -(-(form.payload_bytes + room_bytes + 64) // SLOT_BYTES) * SLOT_BYTES
         if self._next + step > self.total_bytes:
             self._next = 0
         address = self.address + self._next
         self._next += step
         seed = number * 7 + 1
-        item = Item(key_of(number), seed, address, form)
+        item = Item(key_of(number), seed, address, form, room_bytes=room_bytes)
         if content is None:
             return item
         item.payload()[:] = pattern(number, form.payload_bytes, content)
@@ -58,7 +59,7 @@ class Memory:
         for size in shard_bytes:
             crcs.append(crc32c(item.payload()[at : at + size], seed))
             at += size
-        return Item(item.key, seed, address, form, tuple(crcs))
+        return replace(item, crcs=tuple(crcs))
 
     def close(self) -> None:
         del self._array

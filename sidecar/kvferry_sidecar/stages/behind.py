@@ -138,15 +138,16 @@ def items_of(
     """Return entries as items of a call; with ``crcs`` only those whose checksums are known."""
     addresses = (pool.payload_offsets(entries) + np.uint64(pool.address)).tolist()
     seeds = pool.seeds(entries).tolist()
-    names = split(keys)
+    names, room_bytes = split(keys), pool.room_bytes(form.payload_bytes)
     if not crcs:
         return [
-            Item(name, seed, address, form)
+            Item(name, seed, address, form, room_bytes=room_bytes)
             for name, seed, address in zip(names, seeds, addresses, strict=True)
         ]
     columns = [pool.crcs(entries, shard) for shard in range(len(form.shard_bytes))]
     known = np.logical_and.reduce([stored for _, stored in columns])
     rows = np.stack([values for values, _ in columns], axis=1).tolist()
     return [
-        Item(names[i], seeds[i], addresses[i], form, tuple(rows[i])) for i in np.flatnonzero(known)
+        Item(names[i], seeds[i], addresses[i], form, tuple(rows[i]), room_bytes)
+        for i in np.flatnonzero(known)
     ]

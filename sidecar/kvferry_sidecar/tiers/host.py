@@ -23,6 +23,7 @@ Entries = NDArray[np.uint32]  # (n,)
 _STORED = -1
 _BEING_WRITTEN = -2
 _FULL = -3
+_UNIT_BYTES, _TRAILER_BYTES = 512, 132  # of slots: pool_format.h
 _FEW = 32  # numbers that Python compares in less time than NumPy needs to begin
 
 
@@ -157,6 +158,11 @@ class HostTier:
     def payload_offsets(self, entries: Entries) -> NDArray[np.uint64]:
         """Bytes from the pool's start to each payload."""
         return self._pool.payload_offsets(entries)
+
+    @staticmethod
+    def room_bytes(payload_bytes: int) -> int:
+        """Return how many bytes behind such a payload are its slot's, and mean nothing."""
+        return -(payload_bytes + _TRAILER_BYTES) % _UNIT_BYTES
 
     def payload(self, entries: Entries, count: int) -> NDArray[np.uint8]:
         """The first entry's ``count`` payload bytes, in place: valid while it is held."""

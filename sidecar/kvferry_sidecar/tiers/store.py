@@ -30,7 +30,8 @@ class Form:
 class Item:
     """One object and the place of its payload in this process.
 
-    The memory belongs to the call that has the item until that call has returned.
+    The memory belongs to the call that has the item until that call has returned, and so do
+    ``room_bytes`` behind it: what is written there means nothing to anybody else.
     """
 
     key: bytes
@@ -38,6 +39,7 @@ class Item:
     address: int
     form: Form
     crcs: tuple[int, ...] = ()  # per shard: what a put stores
+    room_bytes: int = 0
 
     def payload(self) -> memoryview:
         """Return the payload's bytes, writable."""

@@ -47,6 +47,27 @@ def test_only_committed_keys_are_a_prefix(tier):
     assert tier.check() == []
 
 
+@pytest.mark.parametrize("payload_bytes", [1, 380, 381, 512, 4096, 5000, 65_536])
+def test_the_room_behind_a_payload_is_nobodys(tier, payload_bytes):
+    """The last byte of it stands right before the checksums, and writing it changes nothing."""
+    keys = keys_of(1, 2)
+    taken = tier.reserve(keys, payload_bytes, 32)
+    entries = taken.entries
+    for shard in range(32):
+        tier.set_crcs(entries, shard, np.full(2, shard + 1, np.uint32))
+    tier.commit(entries)
+    room_bytes = tier.room_bytes(payload_bytes)
+    slots = tier.scan(0, 1024).bytes
+    assert payload_bytes + room_bytes + 4 * 33 == slots[0]
+    for entry in entries:
+        tier.payload(np.array([entry]), payload_bytes + room_bytes)[:] = 0xFF
+    for shard in range(32):
+        stored, known = tier.crcs(entries, shard)
+        assert stored.tolist() == [shard + 1] * 2
+        assert known.all()
+    assert tier.check() == []
+
+
 def test_a_reservation_names_why_a_key_was_skipped(tier):
     store(tier, keys_of(1, 2))
     writing = tier.reserve(keys_of(2, 1), PAYLOAD, 1)

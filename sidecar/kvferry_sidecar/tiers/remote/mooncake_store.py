@@ -10,6 +10,9 @@ What the library does, and what is done about it here:
 * ``exists`` stays true for about 10 s after an object's owner died; the get then misses.
 * Fewer replicas than asked for are stored without an error: they are counted here.
 * A device that does not exist is looked for 22 s; here it is refused by name, before.
+* Each further piece of an object costs as much as a transfer of its own (130 us over TCP): so the
+  header lies right behind the payload, in the room that a slot of the pool has there. A payload
+  without that room takes its header from memory of the thread that is calling.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ except ImportError as error:
         "pip install 'kvferry[mooncake]', and the system's libibverbs1",
     ) from error
 
-_PREFIX = f"kvferry/{VALUE_FORMAT}/"
+_PREFIX = f"kvferry/{VALUE_FORMAT}b/"  # a: the header before the payload
 _METADATA = "P2PHANDSHAKE"  # clients tell each other: no further service
 _RPC_ERRORS = (-900, -901)  # the master is away, or did not answer
 _ABSENT = -704
@@ -76,7 +79,7 @@ class MooncakeStore:
         self._answering = True
         self._short_of_replicas = 0
         self._last_refusal = 0
-        # Headers travel from and to memory of their own: one block per thread that is calling.
+        # Headers without room in the pool: one block per thread that is calling.
         block_bytes = self.batch_max * HEADER_BYTES
         self._headers = mmap.mmap(-1, remote.threads * block_bytes)
         self._headers_at = _address(self._headers)
@@ -96,12 +99,13 @@ class MooncakeStore:
             return []
         store, block = self._connected(), self._blocks.get()
         try:
-            pointers, sizes = _pieces(items, block)
+            places = _header_places(items, block)
+            pointers, sizes = _pieces(items, places)
             keys = _names([item.key for item in items])
             codes = self._checked(store.batch_get_into_multi_buffers(keys, pointers, sizes))
             return [
-                _header(block, number, code, item)
-                for number, (code, item) in enumerate(zip(codes, items, strict=True))
+                _header(place, code, item)
+                for place, code, item in zip(places, codes, items, strict=True)
             ]
         finally:
             self._blocks.put(block)
@@ -112,8 +116,10 @@ class MooncakeStore:
             return []
         store, block = self._connected(), self._blocks.get()
         try:
-            memory_at(block, len(items) * HEADER_BYTES)[:] = b"".join(headers)
-            pointers, sizes = _pieces(items, block)
+            places = _header_places(items, block)
+            for place, header in zip(places, headers, strict=True):
+                ctypes.memmove(place, header, HEADER_BYTES)
+            pointers, sizes = _pieces(items, places)
             keys, config = _names([item.key for item in items]), ReplicateConfig()
             config.replica_num = self._replicas
             codes = self._checked(store.batch_put_from_multi_buffers(keys, pointers, sizes, config))
@@ -257,15 +263,35 @@ def _names(keys: Sequence[bytes]) -> list[str]:
     return [_PREFIX + key.hex() for key in keys]
 
 
-def _pieces(items: Sequence[Item], block: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return addresses and sizes per object: its header in ``block``, its payload in the pool."""
-    pointers = [[block + number * HEADER_BYTES, item.address] for number, item in enumerate(items)]
-    return pointers, [[HEADER_BYTES, item.form.payload_bytes] for item in items]
+def _header_places(items: Sequence[Item], block: int) -> list[int]:
+    """Return the address of each object's header: right behind its payload, or in ``block``."""
+    return [
+        item.address + item.form.payload_bytes
+        if item.room_bytes >= HEADER_BYTES
+        else block + number * HEADER_BYTES
+        for number, item in enumerate(items)
+    ]
 
 
-def _header(block: int, number: int, code: int, item: Item) -> bytes | None:
+def _pieces(
+    items: Sequence[Item], places: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return addresses and sizes per object: payload and header, as one piece where they touch."""
+    pointers, sizes = [], []
+    for item, place in zip(items, places, strict=True):
+        payload_bytes = item.form.payload_bytes
+        if place == item.address + payload_bytes:
+            pointers.append([item.address])
+            sizes.append([payload_bytes + HEADER_BYTES])
+        else:
+            pointers.append([item.address, place])
+            sizes.append([payload_bytes, HEADER_BYTES])
+    return pointers, sizes
+
+
+def _header(place: int, code: int, item: Item) -> bytes | None:
     if code < 0:
         return None
     if code != HEADER_BYTES + item.form.payload_bytes:
         return b""  # none of ours
-    return bytes(memory_at(block + number * HEADER_BYTES, HEADER_BYTES))
+    return bytes(memory_at(place, HEADER_BYTES))

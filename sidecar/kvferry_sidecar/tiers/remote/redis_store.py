@@ -30,6 +30,7 @@ except ImportError as error:
 
 PREFIX = b"kvferry:%d:" % VALUE_FORMAT
 value_bytes_limit = 512 << 20  # of a string in Redis
+read_bytes = 1 << 20  # of an answer in one step
 
 
 class RedisStore:
@@ -75,16 +76,11 @@ class RedisStore:
         """See Store."""
         if not items:
             return []
-        with _told(), self._client.pipeline(transaction=False) as pipe:
-            for item, header in zip(items, headers, strict=True):
-                pipe.set(PREFIX + item.key, b"".join((header, item.payload())), ex=self._ttl_s)
-            answers = pipe.execute(raise_on_error=False)
-        failed = [answer for answer in answers if isinstance(answer, redis.RedisError)]
-        for answer in failed:
-            if not isinstance(answer, redis.ResponseError):
-                raise StoreError(f"{type(answer).__name__}: {answer}")
-        self._refused += len(failed)  # out of memory, or read-only
-        return [answer is True for answer in answers]
+        with _told(), self._connection() as connection:
+            connection.send_packed_command(self._sets(items, headers))
+            stored = [_stored(connection) for _ in items]
+        self._refused += stored.count(False)  # out of memory, or read-only
+        return stored
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See Store."""
@@ -105,6 +101,35 @@ class RedisStore:
         """See Store."""
         self._client.close()
 
+    @contextmanager
+    def _connection(self) -> Iterator[Any]:
+        """Yield a connection of the pool's: it closes itself when it fails half-way."""
+        pool = self._client.connection_pool
+        connection: Any = pool.get_connection()
+        try:
+            yield connection
+        finally:
+            pool.release(connection)
+
+    def _sets(self, items: Sequence[Item], headers: Sequence[bytes]) -> list[bytes | memoryview]:
+        """Return one SET per object in the protocol's words, its payload where it lies.
+
+        The client's own SET takes a value as one piece: it would cost a copy of every payload.
+        """
+        words, closing = b"*3", b"\r\n"
+        if self._ttl_s:
+            seconds = b"%d" % self._ttl_s
+            words, closing = b"*5", b"\r\n$2\r\nEX\r\n$%d\r\n%b\r\n" % (len(seconds), seconds)
+        parts: list[bytes | memoryview] = []
+        before = b""
+        for item, header in zip(items, headers, strict=True):
+            name, payload = PREFIX + item.key, item.payload()
+            lengths = len(name), name, len(header) + len(payload), header
+            parts.append(before + words + b"\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % lengths)
+            parts.append(payload)
+            before = closing
+        return [*parts, before]
+
 
 def open_redis(remote: RemoteTierConfig, parts: SplitResult, call_s_max: float) -> RedisStore:
     """Return the store of a URL: redis://HOST:PORT/DB, rediss:// with TLS, redis+unix:///PATH."""
@@ -113,22 +138,25 @@ def open_redis(remote: RemoteTierConfig, parts: SplitResult, call_s_max: float) 
         "password": _password(remote.password_file),
         "socket_timeout": call_s_max,
         "socket_connect_timeout": min(1.0, call_s_max),
+        "socket_read_size": read_bytes,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
         "max_connections": remote.threads + 1,
     }
+    kind: type[Any]
     try:
         if parts.scheme == "redis+unix":
-            where, transport = parts.path, "unix"
-            settings |= {"unix_socket_path": parts.path}
+            where, transport, kind = parts.path, "unix", redis.UnixDomainSocketConnection
+            settings |= {"path": parts.path}
         else:
             host, port = parts.hostname or "127.0.0.1", parts.port or 6379
-            where, transport = f"{host}:{port}", "tls" if parts.scheme == "rediss" else "tcp"
+            where, transport, kind = f"{host}:{port}", "tcp", redis.Connection
+            if parts.scheme == "rediss":
+                transport, kind = "tls", redis.SSLConnection
             settings |= {
                 "host": host,
                 "port": port,
                 "db": int(parts.path.strip("/") or 0),
-                "ssl": transport == "tls",
                 "socket_keepalive": True,
             }
     except ValueError as error:
@@ -136,7 +164,8 @@ def open_redis(remote: RemoteTierConfig, parts: SplitResult, call_s_max: float) 
             f"tiers.remote.url {remote.url!r} cannot be read: {error}",
             "write redis://HOST:PORT/DB",
         ) from error
-    return RedisStore(redis.Redis(**settings), where, transport, remote)
+    pool = redis.ConnectionPool(connection_class=kind, **settings)
+    return RedisStore(redis.Redis.from_pool(pool), where, transport, remote)
 
 
 def _password(file: str) -> str | None:
@@ -149,6 +178,14 @@ def _password(file: str) -> str | None:
             f"tiers.remote.password_file {file} cannot be read: {error.strerror}",
             "name a file that this user can read",
         ) from error
+
+
+def _stored(connection: Any) -> bool:
+    """Read the answer to a SET; a refusal of one object is none of the others."""
+    try:
+        return bool(connection.read_response() == b"OK")
+    except redis.ResponseError:
+        return False
 
 
 def _take(item: Item, value: object) -> bytes | None:
