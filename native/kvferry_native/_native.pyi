@@ -181,9 +181,12 @@ class Pool:
     def close(self) -> None: ...
 
 class Mapping:
-    """A foreign descriptor mapped read-write (MADV_DONTDUMP); closed with its last user."""
+    """A foreign descriptor mapped read-write (MADV_DONTDUMP); closed with its last user.
 
-    def __init__(self, fd: int, total_bytes: int) -> None: ...
+    ``ahead``: a thread maps the pages of a file that has them all, before the first copies would.
+    """
+
+    def __init__(self, fd: int, total_bytes: int, ahead: bool = False) -> None: ...
     @property
     def address(self) -> int: ...
     @property

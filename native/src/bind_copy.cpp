@@ -144,10 +144,10 @@ void bind_memory(nb::module_& m) {
     nb::class_<PyMapping>(m, "Mapping")
         .def(
             "__init__",
-            [](PyMapping* self, int fd, uint64_t total_bytes) {
-                new (self) PyMapping{std::make_shared<kvferry::Mapping>(fd, total_bytes)};
+            [](PyMapping* self, int fd, uint64_t total_bytes, bool ahead) {
+                new (self) PyMapping{std::make_shared<kvferry::Mapping>(fd, total_bytes, ahead)};
             },
-            "fd"_a, "total_bytes"_a)
+            "fd"_a, "total_bytes"_a, "ahead"_a = false)
         .def_prop_ro(
             "address",
             [](const PyMapping& self) { return reinterpret_cast<uintptr_t>(self.native->data()); })

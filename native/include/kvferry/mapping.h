@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <thread>
 
 namespace kvferry {
 
@@ -13,8 +14,10 @@ namespace kvferry {
 // sealed() tells the caller, who decides whom to trust.
 class Mapping {
   public:
+    // `ahead`: a thread maps all pages meanwhile, in batches, where the first copies would fault
+    // them in one by one; only of a file whose pages are all there.
     // Throws std::invalid_argument (not a plain file, too small, not sealed) or std::system_error.
-    Mapping(int fd, uint64_t total_bytes);
+    Mapping(int fd, uint64_t total_bytes, bool ahead = false);
     ~Mapping();
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
@@ -28,9 +31,12 @@ class Mapping {
     uint64_t load_u64(uint64_t offset) const;
 
   private:
+    void populate_ahead() noexcept;
+
     std::byte* data_ = nullptr;
     uint64_t total_bytes_ = 0;
     bool sealed_ = false;
+    std::jthread ahead_;
 };
 
 }  // namespace kvferry

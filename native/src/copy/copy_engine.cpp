@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <csignal>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "copy_job.h"
+#include "signals_blocked.h"
 
 namespace kvferry {
 namespace {
@@ -79,22 +79,6 @@ void announce(int event_fd) noexcept {
     // Cannot fail: the counter is 0 or 1 (see publish and poll).
     [[maybe_unused]] const int result = eventfd_write(event_fd, 1);
 }
-
-// Signals belong to the process's own threads.
-class SignalsBlocked {
-  public:
-    SignalsBlocked() {
-        sigset_t all;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before_);
-    }
-    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-    SignalsBlocked(const SignalsBlocked&) = delete;
-    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
-  private:
-    sigset_t before_{};
-};
 
 }  // namespace
 

@@ -1,10 +1,12 @@
 #include "kvferry/mapping.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <stdexcept>
@@ -12,8 +14,16 @@
 #include <string_view>
 #include <system_error>
 
+#include "signals_blocked.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22  // Linux 5.14; older headers lack it
+#endif
+
 namespace kvferry {
 namespace {
+
+constexpr uint64_t kAheadBytes = 1 << 20;  // who maps or unmaps meanwhile waits for one piece
 
 // A memfd without sealing and a file of a mounted tmpfs both answer F_SEAL_SEAL; the kernel tells
 // them apart only by the name it gives to a memfd.
@@ -46,7 +56,8 @@ bool check_seals(int fd) {
     return false;
 }
 
-void check_size(int fd, uint64_t total_bytes) {
+// Returns whether all pages of the file are there.
+bool check_size(int fd, uint64_t total_bytes) {
     struct stat info{};
     if (fstat(fd, &info) != 0) {
         throw std::system_error(errno, std::generic_category(), "cannot stat the descriptor");
@@ -61,14 +72,25 @@ void check_size(int fd, uint64_t total_bytes) {
                                     " bytes of a file of " + std::to_string(file_bytes) +
                                     " bytes: size the file before it is passed");
     }
+    return static_cast<uint64_t>(info.st_blocks) * 512 >= total_bytes;
+}
+
+// Reading is enough: a page of shared memory is mapped for both at once.
+void populate(std::byte* data, uint64_t total_bytes, const std::stop_token& stop) noexcept {
+    for (uint64_t at = 0; at < total_bytes && !stop.stop_requested(); at += kAheadBytes) {
+        if (madvise(data + at, std::min(kAheadBytes, total_bytes - at), MADV_POPULATE_READ) != 0 &&
+            errno != EINTR) {
+            return;  // an older kernel: copies will do it, page by page
+        }
+    }
 }
 
 }  // namespace
 
-Mapping::Mapping(int fd, uint64_t total_bytes) : total_bytes_(total_bytes) {
+Mapping::Mapping(int fd, uint64_t total_bytes, bool ahead) : total_bytes_(total_bytes) {
     // The seal first: a size checked before it could still change.
     sealed_ = check_seals(fd);
-    check_size(fd, total_bytes);
+    const bool whole = check_size(fd, total_bytes);
     void* data = mmap(nullptr, total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (data == MAP_FAILED) {
         throw std::system_error(errno, std::generic_category(),
@@ -77,9 +99,28 @@ Mapping::Mapping(int fd, uint64_t total_bytes) : total_bytes_(total_bytes) {
     data_ = static_cast<std::byte*>(data);
     // Best effort: a kernel that refuses only writes larger core dumps.
     madvise(data, total_bytes, MADV_DONTDUMP);
+    // Holes of a file stay holes: pages that we were the first to touch would be charged to us.
+    if (ahead && whole) {
+        populate_ahead();
+    }
+}
+
+void Mapping::populate_ahead() noexcept {
+    const SignalsBlocked inherited_by_the_thread;
+    try {
+        ahead_ = std::jthread(
+            [this](const std::stop_token& stop) { populate(data_, total_bytes_, stop); });
+        pthread_setname_np(ahead_.native_handle(), "kvferry-ahead");
+    } catch (const std::system_error&) {
+        // No thread is to be had: copies will do it, page by page.
+    }
 }
 
 Mapping::~Mapping() {
+    if (ahead_.joinable()) {
+        ahead_.request_stop();
+        ahead_.join();
+    }
     munmap(data_, total_bytes_);
 }
 

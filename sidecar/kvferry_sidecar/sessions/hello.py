@@ -118,7 +118,7 @@ def map_offer(hello: Hello, fds: Sequence[int], life: int, open_device: OpenDevi
             offer.memories[buffer], offer.backing[buffer] = opened
         else:
             offer.backing[buffer] = _check_file(what, fd, memory.total_bytes)
-            offer.memories[buffer] = _map(what, fd, memory.total_bytes)
+            offer.memories[buffer] = _map(what, fd, memory.total_bytes, ahead=True)
     return offer
 
 
@@ -151,9 +151,9 @@ def _check_file(what: str, fd: int, total_bytes: int) -> Backing:
     return status.st_dev, status.st_ino, total_bytes
 
 
-def _map(what: str, fd: int, total_bytes: int) -> Mapping:
+def _map(what: str, fd: int, total_bytes: int, *, ahead: bool = False) -> Mapping:
     try:
-        return Mapping(fd, total_bytes)
+        return Mapping(fd, total_bytes, ahead)
     except (OSError, RuntimeError, ValueError) as error:
         raise HelloError(
             "memory", f"{what} ({total_bytes} bytes) cannot be mapped: {error}"

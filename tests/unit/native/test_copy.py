@@ -148,6 +148,47 @@ def test_mapping_takes_a_tmpfs_file_and_says_it_is_not_sealed() -> None:
     os.close(fd)
 
 
+def _resident_bytes(mapping: Mapping) -> int:
+    """Return how much of a mapping this process has pages of, by the kernel's account."""
+    at = f"{mapping.address:x}-"
+    _, _, own = Path("/proc/self/smaps").read_text().partition(f"\n{at}")
+    return int(own.partition("\nRss:")[2].split()[0]) * 1024
+
+
+def _threads_ahead() -> bool:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return "kvferry-ahead" in names
+
+
+def _sealed_memfd(total_bytes: int) -> int:
+    fd = os.memfd_create("kv", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, total_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
+def test_pages_are_mapped_ahead_of_the_first_copy() -> None:
+    total_bytes = (8 << 20) + 4096
+    fd = _sealed_memfd(total_bytes)
+    os.posix_fallocate(fd, 0, total_bytes)
+    touched, untouched = Mapping(fd, total_bytes, ahead=True), Mapping(fd, total_bytes)
+    wait_until(lambda: _resident_bytes(touched) == total_bytes, "all pages are mapped")
+    assert _resident_bytes(untouched) == 0
+    Mapping(fd, total_bytes, ahead=True)  # and gone again, while its thread runs or before
+    os.close(fd)
+
+
+def test_mapping_ahead_leaves_the_holes_of_a_file() -> None:
+    fd = _sealed_memfd(8 << 20)
+    os.posix_fallocate(fd, 0, 4 << 20)
+    before = os.fstat(fd).st_blocks
+    mapping = Mapping(fd, 8 << 20, ahead=True)
+    wait_until(lambda: not _threads_ahead(), "nothing maps pages ahead")
+    assert _resident_bytes(mapping) == 0
+    assert os.fstat(fd).st_blocks == before
+    os.close(fd)
+
+
 def test_mapping_needs_a_writable_descriptor() -> None:
     fd = os.memfd_create("kv", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
