@@ -60,6 +60,16 @@ class FerryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return self.pinned_blocks_max or max(1, num_blocks // 4)
 
 
+def volume_of(path: Path) -> str:
+    """Return a name of the mounted volume ``path`` lies in, or will: the same wherever it is seen.
+
+    Two pods of one host may have equal paths in volumes of their own.
+    """
+    inside = Path(os.path.realpath(path))
+    root = next(at for at in (inside, *inside.parents) if os.path.ismount(at)).stat()
+    return f"{root.st_dev}:{root.st_ino}"
+
+
 def read_config(extra: Mapping[str, object]) -> FerryConfig:
     """Check ``kv_connector_extra_config`` and return the settings.
 

@@ -36,6 +36,8 @@ class Deputy:
         if engine is not None and engine.version != self._version:
             self._version = engine.version
             self._client.rotate(engine.version)
+        self._client.set_live(*relay.beat[0])
+        self._client.set_pace(relay.beat[1])
         link = self._client.link()
         if link is not None:
             for message, raw in relay.messages:

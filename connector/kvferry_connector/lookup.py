@@ -10,7 +10,7 @@ from kvferry_connector.client import Client
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.half import Half
 from kvferry_connector.link import Link
-from kvferry_connector.meta import FerryWorkerMetadata
+from kvferry_connector.meta import Beat, FerryWorkerMetadata
 from kvferry_connector.nodes import HERE, Nodes
 from kvferry_connector.requests import Admission, EngineRequest, Limits, Phase, Send, Tracked
 from kvferry_connector.wire import hot
@@ -37,6 +37,7 @@ class Lookup:
         self._patient = Limits(math.inf, self._limits.hint_fresh_s)
         self._open: dict[int, Tracked] = {}  # admissions the sidecar may talk about
         self._live: set[int] = set()
+        self.beat: Beat = ((0, ()), 0)  # what heartbeats say
         self._releases: list[int] = []
         self._asks = 0
         self._waited = False
@@ -120,7 +121,8 @@ class Lookup:
         client = self.client
         if client is None:
             return
-        client.set_live(self._asks, sorted(self._live))
+        self.beat = ((self._asks, tuple(sorted(self._live))), self.beat[1])
+        client.set_live(*self.beat[0])
         link = client.link() if releases else None
         for first in range(0, len(releases), ids_max):
             release = hot.Release(releases[first : first + ids_max])
@@ -131,6 +133,7 @@ class Lookup:
 
     def tell_pace(self, token_ns: int) -> None:
         """Have heartbeats say what a token of prefill costs."""
+        self.beat = (self.beat[0], token_ns)
         if self.client is not None:
             self.client.set_pace(token_ns)
 

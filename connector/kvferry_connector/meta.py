@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry_connector.config import FerryConfig
+from kvferry_connector.config import FerryConfig, volume_of
 from kvferry_connector.jobs import JobOrder, Report
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.attach import RegisterEngine
@@ -21,14 +21,20 @@ from kvferry_connector.wire.attach import RegisterEngine
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+# The number of an ask with the admissions that hold leases after it, and what a token costs in ns.
+Beat = tuple[tuple[int, tuple[int, ...]], int]
+
+
 class Relay(NamedTuple):
     """Scheduler half to its deputies on further nodes: ``engines`` by deputy's rank, if new.
 
-    ``messages`` with their raw frames are for every node's sidecar, in this order.
+    ``messages`` with their raw frames are for every node's sidecar, in this order. Heartbeats to
+    them say what this node's say: the ``beat``.
     """
 
     engines: Mapping[int, RegisterEngine]
     messages: tuple[tuple[hot.FromHalf, tuple[bytes, ...]], ...]
+    beat: Beat
 
 
 class NodeState(NamedTuple):
@@ -88,7 +94,7 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # v
 
 @dataclass(frozen=True)
 class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not followed
-    """Where a rank lives: ranks of one boot of a host and one run directory share a sidecar."""
+    """Where a rank lives. ``host_id``: its host's boot, and the volume of ``run_dir`` there."""
 
     rank: int
     host_id: str
@@ -97,8 +103,6 @@ class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLL
     @staticmethod
     def of(rank: int, config: FerryConfig) -> FerryHandshake:
         """Return the handshake of a rank of this process. Raises OSError without /proc."""
-        return FerryHandshake(rank, _BOOT_ID.read_text().strip(), str(config.run_path()))
-
-    def beside(self, other: FerryHandshake) -> bool:
-        """Whether both are served by the same sidecar."""
-        return (self.host_id, self.run_dir) == (other.host_id, other.run_dir)
+        run_dir = config.run_path()
+        host_id = f"{_BOOT_ID.read_text().strip()} {volume_of(run_dir)}"
+        return FerryHandshake(rank, host_id, str(run_dir))

@@ -17,7 +17,7 @@ import msgspec
 
 from kvferry_connector.jobs import JobOrder
 from kvferry_connector.log import logger
-from kvferry_connector.meta import FerryHandshake, NodeState, Relay
+from kvferry_connector.meta import Beat, FerryHandshake, NodeState, Relay
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.attach import RegisterEngine
 
@@ -64,6 +64,7 @@ class Nodes:
         self._engines, self._count = {engine.ranks[0]: engine for engine in engines}, count
         self._untold = dict(self._engines)
         self._messages: list[tuple[hot.FromHalf, tuple[bytes, ...]]] = []
+        self._beat: Beat = ((0, ()), 0)
         self._states = dict.fromkeys(self._engines, _AWAY)
         self._unmet = set(self._engines)
         self._gathered: dict[int, _Gathered] = {}
@@ -90,13 +91,13 @@ class Nodes:
         }
         self._untold = dict(self._engines)
 
-    def take(self) -> Relay | None:
-        """Return what this step carries to the deputies."""
+    def take(self, beat: Beat) -> Relay | None:
+        """Return what this step carries to the deputies, whose heartbeats are to say ``beat``."""
         self._step += 1
-        if not self._untold and not self._messages:
+        if not self._untold and not self._messages and beat == self._beat:
             return None
-        relay = Relay(self._untold, tuple(self._messages))
-        self._untold, self._messages = {}, []
+        relay = Relay(self._untold, tuple(self._messages), beat)
+        self._untold, self._messages, self._beat = {}, [], beat
         return relay
 
     def address(self, orders: Iterable[JobOrder]) -> tuple[JobOrder, ...]:

@@ -355,7 +355,8 @@ class SchedulerHalf:
         if nodes is None:
             return FerryMetadata(self._step, loads, saves, self._rotation)
         loads, saves = nodes.address(loads), nodes.address(saves)
-        return FerryMetadata(self._step, loads, saves, self._rotation, nodes.take())
+        relay = nodes.take(self._lookup.beat)
+        return FerryMetadata(self._step, loads, saves, self._rotation, relay)
 
     def abandon_step(self) -> FerryMetadata:
         """After an exception in ``build``: give this step's saves up and fail its loads."""
@@ -378,8 +379,7 @@ class SchedulerHalf:
                     tracked = self._requests.get(job.load_of)
                     if tracked is not None and tracked.admission.job == number:
                         tracked.admission.shorter_tokens = job.shorter_tokens or 0
-        if meta.nodes or meta.heard:
-            self._lookup.hear_nodes(meta)
+        self._lookup.hear_nodes(meta)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what this engine's saves stored since the last call, and what left the store."""

@@ -45,6 +45,13 @@ class FurtherNode:
         heard = Heard(1, epoch or self._epoch, message)
         self._engine.half.reported(FerryWorkerMetadata({}, {}, [heard]))
 
+    def live(self) -> tuple[int, ...]:
+        """The leases that its sidecar was last told of."""
+        metas = [output.kv_connector_metadata for output in self._engine.outputs]
+        relays = [meta.relay for meta in metas if isinstance(meta, FerryMetadata) and meta.relay]
+        (_, live), _ = relays[-1].beat
+        return live
+
     def told(self, kind: type[M]) -> list[M]:
         """What its sidecar was told so far."""
         found: list[M] = []
@@ -196,9 +203,11 @@ def test_an_abort_reaches_the_further_node(
     further.says(hot.Answer(ask.admission, ask.seq, WHOLE, {}))
     engine.step(2)
     assert engine.requests["b"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert further.live() == (ask.admission,)
     engine.abort("b")
     engine.run()
     engine.step()
+    assert further.live() == ()
     assert [one.job for one in further.told(hot.Cancel)] == [engine.node.jobs[-1].job]
     assert ask.admission in [n for one in further.told(hot.Release) for n in one.admissions]
     engine.assert_idle()

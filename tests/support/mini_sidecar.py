@@ -154,7 +154,8 @@ class _Server:
         elif isinstance(message, attach.RegisterEngine | attach.RegisterRank):
             self.register(peer, message)
         elif isinstance(message, attach.Heartbeat):
-            self.tell("beat", seq=message.seq, as_of=message.as_of, live=message.live)
+            self.tell("beat", seq=message.seq, as_of=message.as_of, live=message.live,
+                      pace=message.token_ns)  # fmt: skip
             peer.say(attach.HeartbeatAck(message.seq))
         elif isinstance(message, attach.Rotate):
             self.tell("rotate", version=message.version.hex())

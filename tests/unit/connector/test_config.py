@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -83,3 +85,27 @@ def test_the_documentation_lists_every_setting_with_its_default() -> None:
         name: str(value).lower() if isinstance(value, bool) else str(value) or '""'
         for name, value in defaults.items()
     }
+
+
+def test_equal_paths_in_volumes_of_their_own_are_told_apart(tmp_path: Path) -> None:
+    """As of two pods of one host. One volume that two containers see is one, whatever is in it."""
+    pod, other, host = (tmp_path / name for name in ("pod", "other", "host"))
+    for folder in (pod, other, host):
+        folder.mkdir()
+    say = "import sys, pathlib; from kvferry_connector.config import volume_of; \
+print(volume_of(pathlib.Path(sys.argv[1])))"
+    script = f"""
+        say() {{ "{sys.executable}" -c "{say}" "$1/node"; }}
+        say {pod}
+        mount -t tmpfs none {pod} && say {pod} && mount -t tmpfs none {pod} && say {pod}
+        mount -t tmpfs none {host} && mount --bind {host} {pod} && mount --bind {host} {other}
+        say {pod} && mkdir {pod}/node && say {pod} && say {other}
+    """
+    made = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", script], capture_output=True, text=True, check=False
+    )
+    if "unshare failed" in made.stderr:
+        pytest.skip("mounts need root (unshare --mount)")
+    none, first, second, *shared = made.stdout.split()
+    assert len({none, first, second, shared[0]}) == 4, made.stderr
+    assert shared == shared[:1] * 3

@@ -11,6 +11,7 @@ import pytest
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.jobs import CompactTableError, JobOrder, Jobs, Report, cut_tables, pack_ids
 from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMetadata
+from kvferry_connector.nodes import by_node
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
 
@@ -131,11 +132,13 @@ def test_reports_of_ranks_are_put_together() -> None:
         zero.aggregate(SimpleNamespace())
 
 
-def test_ranks_are_beside_each_other_in_one_run_dir_of_one_boot() -> None:
-    here = FerryHandshake.of(0, FerryConfig(run_dir="/run/a"))
-    assert here.beside(FerryHandshake.of(1, FerryConfig(run_dir="/run/a")))
-    assert not here.beside(FerryHandshake.of(1, FerryConfig(run_dir="/run/b")))
-    assert not here.beside(FerryHandshake(1, "another boot", "/run/a"))
+def test_ranks_of_one_run_dir_of_one_boot_share_a_sidecar() -> None:
+    here, beside, apart = (
+        FerryHandshake.of(rank, FerryConfig(run_dir=run_dir))
+        for rank, run_dir in enumerate(("/run/a", "/run/a", "/run/b"))
+    )
+    again = FerryHandshake(3, "another boot", "/run/a")
+    assert by_node([beside, apart, again], here) == [[1], [2], [3]]
 
 
 def test_stats_add_up() -> None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from kvferry_connector import nodes as module
+from kvferry_connector.config import FerryConfig
+from kvferry_connector.deputy import Deputy
+from kvferry_connector.half import Half
 from kvferry_connector.jobs import NO_EPOCH, JobOrder
 from kvferry_connector.meta import FerryHandshake, FerryWorkerMetadata, Heard, NodeState
 from kvferry_connector.nodes import HERE, Nodes, by_node, spread
 from kvferry_connector.wire.attach import RegisterEngine
 from kvferry_connector.wire.hot import Answer, Release
+from support.clients import Serve
+from support.waiting import wait_until
 
 ENGINE = RegisterEngine(
     bytes(16), bytes(16), [], 16, 16, 16, "recompute", kv_events=True, use_eagle=True
 )
 RULES = ("all",)
+QUIET = ((0, ()), 0)
+WORKER = Half("worker", "engine", "instance", 2)
 
 
 @pytest.fixture
@@ -63,20 +71,43 @@ def test_every_node_registers_the_same_engine_for_its_ranks() -> None:
 
 def test_deputies_are_told_once_and_after_a_reset_again(nodes: Nodes) -> None:
     assert nodes.pending()
-    relay = nodes.take()
+    relay = nodes.take(QUIET)
     assert relay is not None
     assert {rank: engine.ranks for rank, engine in relay.engines.items()} == {2: [2, 3], 4: [4]}
-    assert nodes.take() is None
+    assert nodes.take(QUIET) is None
     nodes.rotate(b"v" * 16)
-    relay = nodes.take()
+    relay = nodes.take(QUIET)
     assert relay is not None
     assert {engine.version for engine in relay.engines.values()} == {b"v" * 16}
+
+
+def test_heartbeats_of_deputies_say_what_those_here_say(
+    serve: Serve, tmp_path: Path, nodes: Nodes
+) -> None:
+    """Told when it is news: else a lease there would fall while its request waits for blocks."""
+    sidecar = serve(1)
+    first = nodes.take(QUIET)
+    assert first is not None
+    deputy = Deputy(FerryConfig(run_dir=str(tmp_path)), WORKER, first.engines[2])
+    try:
+        beat = ((17, (3, 4)), 250)
+        relay = nodes.take(beat)
+        assert relay is not None
+        assert nodes.take(beat) is None
+        deputy.obey(relay)
+        said = (17, [3, 4], 250)
+        wait_until(
+            lambda: any((b["as_of"], b["live"], b["pace"]) == said for b in sidecar.events("beat")),
+            "a heartbeat says it",
+        )
+    finally:
+        deputy.close()
 
 
 def test_an_engine_steps_for_nodes_it_has_not_met_in_a_bounded_time(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes.take()
+    nodes.take(QUIET)
     nodes.note(4, NodeState(0, (), "no shared store"))
     assert nodes.pending(), "of rank 2 nothing is known"
     now_s = module.time.monotonic()
@@ -90,7 +121,7 @@ def test_a_step_carries_a_bounded_number_of_messages(nodes: Nodes, counts: Count
     assert all(nodes.relay(Release([n])) for n in range(module.relayed_max))
     assert not nodes.relay(Release([0]))
     assert counts == {"relayed_max": 1}
-    relay = nodes.take()
+    relay = nodes.take(QUIET)
     assert relay is not None
     assert len(relay.messages) == module.relayed_max
     assert nodes.relay(Release([0]))
@@ -145,10 +176,10 @@ def test_hints_bound_the_hit_and_say_what_all_have(nodes: Nodes) -> None:
 def test_time_is_not_over_before_answers_could_come(nodes: Nodes) -> None:
     nodes.asked(1, 1, anew=True)
     for _ in range(module.answer_steps_min - 1):
-        nodes.take()
+        nodes.take(QUIET)
         assert nodes.early(1)
     nodes.asked(1, 2, anew=False)
-    nodes.take()
+    nodes.take(QUIET)
     assert not nodes.early(1), "asked again within the same question"
     nodes.asked(1, 3, anew=True)
     assert nodes.early(1)
