@@ -33,6 +33,7 @@ from support.logs import watch_log
 from support.other_users import as_user
 from support.pod import Pod, inner_pid, refusal, running_pod, status_of, terminate
 from support.raw_half import RawHalf
+from support.reserved import huge_pages
 from support.server import free_port
 from support.sources import ROOT
 from support.waiting import wait_until
@@ -322,6 +323,26 @@ def run_helm_test(made: Release, port: int) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_pool_on_huge_pages(tmp_path: Path) -> None:
+    """The chart's user may use the volume, and what is in it outlives the container."""
+    made = render({**VALUES, "pool": {"size": f"{POOL_MI}Mi", "hugepages": "2Mi"}})
+    spec = made.sidecar_pod()
+    log = tmp_path / "sidecar.log"
+    with (
+        huge_pages(POOL_MI // 2 + 16),
+        watch_log("sidecar", log),
+        running_pod(spec, IMAGES) as pod,
+    ):
+        (pod.volume("config") / "kvferry.toml").write_text(made.toml())
+        for warm in ("false", "true"):
+            start_sidecar(pod, log)
+            assert pod.stop("kvferry", spec["terminationGracePeriodSeconds"]) == 0
+            assert f'"warm": {warm}' in log.read_text()
+        (segment,) = pod.look("pool").iterdir()
+        assert segment.stat().st_size >= POOL_MI << 20
+        assert segment.stat().st_blksize == 2 << 20, "it lies on huge pages"
 
 
 def test_a_pool_that_its_volume_cannot_hold_is_refused(tmp_path: Path) -> None:

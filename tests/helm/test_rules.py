@@ -45,11 +45,19 @@ def test_limit_covers_request_covers_pool(name):
     resources = container(pod, "kvferry")["resources"]
     pool = tomllib.loads(release(name).toml())["tiers"]["host"]["bytes"]
     volume = volumes(pod)["pool"]["emptyDir"]
-    pool_mi, shm_mi = int(pool.removesuffix("MiB")), mebibytes(volume["sizeLimit"])
+    pool_mi = int(pool.removesuffix("MiB"))
     request_mi = mebibytes(resources["requests"]["memory"])
-    assert volume["medium"] == "Memory"
-    # The index takes a 256th by default; tests/e2e/test_pod.py serves from such a mount.
-    assert shm_mi >= pool_mi * 257 / 256 + 8
+    if page := values_of(name).get("pool", {}).get("hugepages"):
+        asked, limit = (resources[kind][f"hugepages-{page}"] for kind in ("requests", "limits"))
+        assert asked == limit
+        shm_mi, pages_mi = 0.0, mebibytes(limit)
+        assert volume == {"medium": f"HugePages-{page}"}
+        assert pages_mi % mebibytes(page) == 0, "pages come whole"
+    else:
+        shm_mi = pages_mi = mebibytes(volume["sizeLimit"])
+        assert volume["medium"] == "Memory"
+    # The index takes a 256th by default; tests/e2e/test_pod.py serves from such mounts.
+    assert pages_mi >= pool_mi * 257 / 256 + 8
     store = tomllib.loads(release(name).toml())["tiers"].get("remote", {})
     segment_mi = int(store.get("segment_bytes", "0MiB").removesuffix("MiB"))
     assert mebibytes(resources["limits"]["memory"]) >= request_mi >= shm_mi + segment_mi + 256

@@ -30,6 +30,8 @@ REFUSED = [
     ("pool.size", "1.5Gi"),
     ("pool.size", 8),
     ("pool.sise", "8Gi"),
+    ("pool.hugepages", "2MB"),
+    ("pool.hugepages", True),
     ("modus", "sidecar"),
     ("mode", "deployment"),
     ("user", -1),

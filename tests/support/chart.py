@@ -24,6 +24,12 @@ VARIANTS: Mapping[str, Values] = {
     "cdi": {**MINIMAL, "gpu": {"access": "cdiAnnotation"}},
     "no-runtime-class": {**MINIMAL, "gpu": {"access": "env", "runtimeClassName": ""}},
     "privileged": {**MINIMAL, "gpu": {"access": "privileged", "count": 2, "serve": True}},
+    "huge": {**MINIMAL, "pool": {"size": "1000Mi", "hugepages": "2Mi"}},
+    "nodes-huge": {
+        "mode": "daemonset",
+        "engine": {"enabled": False},
+        "pool": {"size": "64Gi", "hugepages": "1Gi"},
+    },
     "nodes-only": {"mode": "daemonset", "engine": {"enabled": False}},
     "nodes-dra": {"mode": "daemonset", "model": "m", "gpu": {"access": "draAdmin"}},
     "nodes-watched": {

@@ -6,8 +6,9 @@ What a kubelet and a runtime do, as far as kvferry can tell the difference:
   shares one; else every container has its own, or with hostPID the machine's;
 * every container has a mount namespace and a root of its own. It sees its image (here: the parts
   of this machine that the test names, read-only), its volumes, /proc and a small /dev, no more;
-* volumes are directories of mode 2777 with the pod's fsGroup, memory ones a tmpfs of their limit;
-  a hostPath is a directory of the node, which is a folder of the test;
+* volumes are directories of mode 2777 with the pod's fsGroup, memory ones a tmpfs of their limit,
+  those of huge pages a hugetlbfs; a hostPath is a directory of the node, which is a folder of the
+  test;
 * the process runs as its uid with the capabilities it was given, the root read-only where that is
   asked;
 * an init container ends before the next one starts; a sidecar has started when its startup probe
@@ -107,6 +108,9 @@ class Pod:
             if source.get("medium") == "Memory":
                 size = f"{int(mebibytes(source['sizeLimit']))}m"
                 lines.append(f"mount -t tmpfs -o size={size} {shlex.quote(name)} {where}")
+            elif source.get("medium", "").startswith("HugePages-"):
+                page = source["medium"].removeprefix("HugePages-").removesuffix("i")
+                lines.append(f"mount -t hugetlbfs -o pagesize={page} {shlex.quote(name)} {where}")
             if "emptyDir" in volume:
                 group = self.spec["securityContext"]["fsGroup"]
                 lines.append(f"chown 0:{group} {where}; chmod 2777 {where}")

@@ -5,6 +5,9 @@ tiers:
   host:
     bytes: {{ printf "%dMiB" (include "kvferry.mebibytes" (dict "key" "pool.size" "value" .Values.pool.size) | int64) }}
     name: {{ include "kvferry.poolName" . }}
+    {{- if .Values.pool.hugepages }}
+    hugepages_dir: {{ include "kvferry.poolDir" . }}
+    {{- end }}
     {{- if .Values.pool.keysMax }}
     keys_max: {{ int64 .Values.pool.keysMax }}
     {{- end }}

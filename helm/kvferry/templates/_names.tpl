@@ -44,6 +44,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- /* Where things lie in the containers. The run directory is made by the sidecar itself, private
 to its uid: the mount point of a volume never is. Both sides must name it by one path. */ -}}
 {{- define "kvferry.mountDir" -}}/run/kvferry{{- end }}
+{{- define "kvferry.poolDir" -}}{{ ternary "/dev/hugepages" "/dev/shm" (ne .Values.pool.hugepages "") }}{{- end }}
 {{- define "kvferry.runDir" -}}
 {{- if eq .Values.mode "daemonset" -}}
 /run/kvferry/{{ include "kvferry.poolName" . }}

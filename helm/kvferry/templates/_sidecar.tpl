@@ -28,8 +28,14 @@
     requests:
       cpu: {{ .Values.sidecar.cpu | quote }}
       memory: {{ $sizes.memoryMi }}Mi
+      {{- with .Values.pool.hugepages }}
+      hugepages-{{ . }}: {{ $sizes.hugepagesMi }}Mi
+      {{- end }}
     limits:
       memory: {{ $sizes.memoryMi }}Mi
+      {{- with .Values.pool.hugepages }}
+      hugepages-{{ . }}: {{ $sizes.hugepagesMi }}Mi
+      {{- end }}
       {{- with .Values.rdma.resources }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
@@ -43,7 +49,7 @@
     - name: run
       mountPath: {{ include "kvferry.mountDir" . }}
     - name: pool
-      mountPath: /dev/shm
+      mountPath: {{ include "kvferry.poolDir" . }}
     - name: config
       mountPath: {{ include "kvferry.configDir" . }}
       readOnly: true
@@ -88,8 +94,12 @@ capabilities:
 {{- $sizes := include "kvferry.sizes" . | fromYaml -}}
 - name: pool
   emptyDir:
+    {{- with .Values.pool.hugepages }}
+    medium: HugePages-{{ . }}
+    {{- else }}
     medium: Memory
     sizeLimit: {{ $sizes.shmMi }}Mi
+    {{- end }}
 - name: config
   configMap:
     name: {{ include "kvferry.fullname" . }}-sidecar

@@ -30,11 +30,19 @@ default they are 1/256 of the pool: four times that, so that small pools and rou
 {{- with .Values.remote.mooncake.segmentSize -}}
 {{- $segment = include "kvferry.mebibytes" (dict "key" "remote.mooncake.segmentSize" "value" .) | int64 -}}
 {{- end -}}
-{{- $memory := add $shm $overhead $segment -}}
+{{- /* Huge pages come whole and count apart; only the index in the process stays memory. */ -}}
+{{- $poolMemory := $shm -}}
+{{- $huge := 0 -}}
+{{- with .Values.pool.hugepages -}}
+{{- $page := include "kvferry.mebibytes" (dict "key" "pool.hugepages" "value" .) | int64 -}}
+{{- $huge = mul $page (div (add $shm (sub $page 1)) $page) -}}
+{{- $poolMemory = $index -}}
+{{- end -}}
+{{- $memory := add $poolMemory $overhead $segment -}}
 {{- if .Values.sidecar.memory -}}
 {{- $own := include "kvferry.mebibytes" (dict "key" "sidecar.memory" "value" .Values.sidecar.memory) | int64 -}}
 {{- if lt $own $memory -}}
-{{- fail (printf "sidecar.memory is %dMi, but the pool with its index takes %dMi, the store's segment %dMi and the sidecar itself %dMi: raise sidecar.memory to at least %dMi (or leave it empty), or lower pool.size" $own $shm $segment $overhead $memory) -}}
+{{- fail (printf "sidecar.memory is %dMi, but the pool with its index takes %dMi, the store's segment %dMi and the sidecar itself %dMi: raise sidecar.memory to at least %dMi (or leave it empty), or lower pool.size" $own $poolMemory $segment $overhead $memory) -}}
 {{- end -}}
 {{- $memory = $own -}}
 {{- end -}}
@@ -64,6 +72,7 @@ poolMi: {{ $pool }}
 segmentMi: {{ $segment }}
 shmMi: {{ $shm }}
 memoryMi: {{ $memory }}
+hugepagesMi: {{ $huge }}
 engineShmMi: {{ $engineShm }}
 engineMinMi: {{ $engineMin }}
 {{- /* The whole pool is written once before the sockets open: 5 s a GiB is slow memory. */}}

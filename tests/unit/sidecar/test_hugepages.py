@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,10 @@ from kvferry_sidecar.settings import Setting
 from kvferry_sidecar.tiers import hugepages
 from kvferry_sidecar.tiers.segment import PoolSegment, open_pool
 from support.pools import keys_of
+from support.reserved import huge_pages
 
 NAME = "kvferry-test"
 PAGE = 2 << 20
-RESERVED = Path("/proc/sys/vm/nr_hugepages")
 ARENA_BYTES, SLAB_BYTES, KEYS_MAX = 5 << 20, 1 << 20, 4096
 PAGES = 4  # the arena's five slabs, and the index in two more MiB
 
@@ -41,26 +40,16 @@ def mount(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """The pages are the machine's: other runs of these tests wait for this one."""
-    with RESERVED.open() as pages:
-        fcntl.flock(pages, fcntl.LOCK_EX)
+    """No other test reserves pages meanwhile."""
+    with huge_pages(0):
         yield
 
 
 @pytest.fixture
-def reserve(alone: None) -> Iterator[None]:
-    """Pages for one pool, where this machine gives them."""
-    before = RESERVED.read_text()
-    try:
-        RESERVED.write_text(str(int(before) + PAGES))
-        if int(RESERVED.read_text()) < int(before) + PAGES:
-            pytest.skip("this machine has no huge page to give")
+def reserve() -> Iterator[None]:
+    """Pages for one pool."""
+    with huge_pages(PAGES):
         yield
-    except PermissionError:
-        pytest.skip("huge pages can be reserved by root only")
-    finally:
-        if RESERVED.read_text() != before:
-            RESERVED.write_text(before)
 
 
 def opened(folder: Path) -> PoolSegment:
