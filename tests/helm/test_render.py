@@ -27,8 +27,8 @@ NAMES = [*RECIPES, *VARIANTS]
 KUBERNETES = ("1.30", "1.34", "1.37")
 # The chart says 1.30; claims for devices came with this one.
 CLAIMS_SINCE = "1.34"
-# Their schemas come with the operators that serve them: test_crds.py.
-FOREIGN = ("monitoring.coreos.com/",)
+# Their schemas come with who serves them: test_crds.py, test_multi_node.py.
+FOREIGN = ("monitoring.coreos.com/", "leaderworkerset.x-k8s.io/")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,6 +59,10 @@ def test_the_api_server_would_know_every_field(name, version):
             return
         kubernetes_validate.utils.validate(one, version, strict=True)
         checked += 1
+    for pod_name, template in release(name).templates():
+        pod = {"apiVersion": "v1", "kind": "Pod", **template}
+        pod["metadata"] = {**template["metadata"], "name": pod_name}
+        kubernetes_validate.utils.validate(pod, version, strict=True)
     assert checked >= 2
 
 

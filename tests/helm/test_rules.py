@@ -178,12 +178,11 @@ def test_ranks_have_a_gpu_each():
 @every
 def test_selectors_match_one_set_of_pods(name):
     made = release(name)
-    labels = {}
+    labels = {name: template["metadata"]["labels"] for name, template in made.templates()}
     for kind in ("Deployment", "DaemonSet"):
         for one in made.of(kind):
-            template = one["spec"]["template"]["metadata"]["labels"]
-            assert one["spec"]["selector"]["matchLabels"].items() <= template.items()
-            labels[one["metadata"]["name"]] = template
+            selector = one["spec"]["selector"]["matchLabels"]
+            assert selector.items() <= labels[one["metadata"]["name"]].items()
     selectors = [one["spec"]["selector"] for one in made.of("Service")]
     selectors += [one["spec"]["selector"]["matchLabels"] for one in made.of("PodDisruptionBudget")]
     selectors += [one["spec"]["podSelector"]["matchLabels"] for one in made.of("NetworkPolicy")]

@@ -119,13 +119,22 @@ class Release:
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in self.objects if one["kind"] == kind]
 
+    def templates(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (name, pod template) of everything that goes on making pods."""
+        for one in self.objects:
+            name = one["metadata"]["name"]
+            if one["kind"] in ("Deployment", "DaemonSet"):
+                yield name, one["spec"]["template"]
+            elif one["kind"] == "LeaderWorkerSet":
+                group = one["spec"]["leaderWorkerTemplate"]
+                yield from ((name, group["leaderTemplate"]), (f"{name}-1", group["workerTemplate"]))
+
     def pods(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (name, pod spec) of everything that makes pods."""
-        for one in self.objects:
-            if one["kind"] == "Pod":
-                yield one["metadata"]["name"], one["spec"]
-            elif one["kind"] in ("Deployment", "DaemonSet"):
-                yield one["metadata"]["name"], one["spec"]["template"]["spec"]
+        for one in self.of("Pod"):
+            yield one["metadata"]["name"], one["spec"]
+        for name, template in self.templates():
+            yield name, template["spec"]
 
     def sidecar_pod(self) -> dict[str, Any]:
         """Return the spec of the pod that holds the sidecar."""

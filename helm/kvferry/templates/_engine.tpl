@@ -8,6 +8,7 @@
     {{- include "kvferry.engineArgs" . | nindent 4 }}
   env:
     {{- include "kvferry.engineEnv" . | nindent 4 }}
+  {{- if not (hasKey . "headless") }}
   ports:
     - name: http
       containerPort: {{ int64 .Values.engine.port }}
@@ -31,11 +32,19 @@
     periodSeconds: 10
     timeoutSeconds: 10
     failureThreshold: 6
+  {{- end }}
   lifecycle:
+    {{- if hasKey . "headless" }}
+    # Until then the leader's requests need these ranks.
+    preStop:
+      sleep:
+        seconds: {{ add (int64 .Values.engine.preStopSleepSeconds) (int64 .Values.engine.shutdownTimeoutSeconds) }}
+    {{- else }}
     # Endpoints forget the pod meanwhile; then vLLM ends its running requests.
     preStop:
       sleep:
         seconds: {{ int64 .Values.engine.preStopSleepSeconds }}
+    {{- end }}
   resources:
     {{- include "kvferry.engineResources" . | nindent 4 }}
   securityContext:
@@ -68,6 +77,16 @@
 - --tensor-parallel-size={{ int64 .Values.engine.tensorParallelSize }}
 - --pipeline-parallel-size={{ int64 .Values.engine.pipelineParallelSize }}
 - --shutdown-timeout={{ int64 .Values.engine.shutdownTimeoutSeconds }}
+{{- if gt (int64 .Values.engine.nodes) 1 }}
+# The variables are set by the controller of the LeaderWorkerSet.
+- --nnodes={{ int64 .Values.engine.nodes }}
+- --node-rank=$(LWS_WORKER_INDEX)
+- --master-addr=$(LWS_LEADER_ADDRESS)
+- --distributed-executor-backend=mp
+{{- if hasKey . "headless" }}
+- --headless
+{{- end }}
+{{- end }}
 - --kv-transfer-config
 - {{ include "kvferry.transferConfig" . | quote }}
 {{- with .Values.engine.extraArgs }}
@@ -153,4 +172,80 @@
 {{- with .Values.engine.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
+{{- end }}
+
+{{- /* An engine's pod. Takes the root; with "headless" it is a further one of an engine over several. */ -}}
+{{- define "kvferry.enginePod" -}}
+{{- $sidecar := eq .Values.mode "sidecar" -}}
+{{- $sizes := include "kvferry.sizes" . | fromYaml -}}
+{{- $names := dict "root" . "component" (ternary "engine-worker" "engine" (hasKey . "headless")) -}}
+metadata:
+  labels:
+    {{- include "kvferry.labels" $names | nindent 4 }}
+    {{- with .Values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    kubectl.kubernetes.io/default-container: vllm
+    {{- if $sidecar }}
+    checksum/config: {{ include "kvferry.toml" . | sha256sum }}
+    {{- include "kvferry.gpuPodAnnotations" . | trim | nindent 4 }}
+    {{- end }}
+    {{- with .Values.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  {{- include "kvferry.podCommon" . | nindent 2 }}
+  {{- include "kvferry.gpuRuntime" . | trim | nindent 2 }}
+  {{- if $sidecar }}
+  # Equal numbers of two processes would look like one process to the GPU driver.
+  shareProcessNamespace: true
+  terminationGracePeriodSeconds: {{ int64 $sizes.podGraceSeconds }}
+  {{- include "kvferry.gpuClaims" . | trim | nindent 2 }}
+  {{- else }}
+  terminationGracePeriodSeconds: {{ int64 $sizes.engineGraceSeconds }}
+  {{- end }}
+  securityContext:
+    {{- include "kvferry.podSecurity" . | nindent 4 }}
+  {{- with .Values.engine.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with .Values.engine.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- range . }}
+    - {{- toYaml . | nindent 6 }}
+      labelSelector:
+        matchLabels:
+          {{- include "kvferry.selector" $names | nindent 10 }}
+    {{- end }}
+  {{- end }}
+  {{- if or $sidecar (eq .Values.connector.source "copy") }}
+  initContainers:
+    {{- if eq .Values.connector.source "copy" }}
+    {{- include "kvferry.connectorContainer" . | nindent 4 }}
+    {{- end }}
+    {{- if $sidecar }}
+    {{- include "kvferry.sidecarContainer" . | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  containers:
+    {{- include "kvferry.engineContainer" . | nindent 4 }}
+    {{- if $sidecar }}
+    {{- include "kvferry.uiContainer" . | trim | nindent 4 }}
+    {{- end }}
+  volumes:
+    - name: run
+      {{- if $sidecar }}
+      emptyDir:
+        sizeLimit: 16Mi
+      {{- else }}
+      hostPath:
+        path: {{ .Values.daemonset.hostPath }}
+        # Made by the DaemonSet; until then the pod waits.
+        type: Directory
+      {{- end }}
+    {{- include "kvferry.engineVolumes" . | nindent 4 }}
+    {{- if $sidecar }}
+    {{- include "kvferry.sidecarVolumes" . | nindent 4 }}
+    {{- end }}
 {{- end }}

@@ -16,7 +16,11 @@
 
 {{- /* Ranks of one engine pod: a GPU each. */ -}}
 {{- define "kvferry.ranks" -}}
-{{- mul (int64 .Values.engine.tensorParallelSize) (int64 .Values.engine.pipelineParallelSize) -}}
+{{- $ranks := mul (int64 .Values.engine.tensorParallelSize) (int64 .Values.engine.pipelineParallelSize) -}}
+{{- if mod $ranks (int64 .Values.engine.nodes) -}}
+{{- fail (printf "engine.nodes is %d, which does not divide the engine's %d ranks (tensorParallelSize times pipelineParallelSize): each pod has as many" (int64 .Values.engine.nodes) $ranks) -}}
+{{- end -}}
+{{- div $ranks (int64 .Values.engine.nodes) -}}
 {{- end }}
 
 {{- define "kvferry.sizes" -}}
