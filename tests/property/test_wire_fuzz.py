@@ -172,7 +172,7 @@ def test_a_thief_of_a_routing_id_gets_nothing_done_without_its_numbers(offender:
     worker = offender.worker
     thief = worker.dealer(worker.welcomed.identity)
     thief.send_multipart(worker.frames(Cancel(1), generation=worker.welcomed.generation + 1))
-    assert thief.poll(30_000), "the refusal goes to who now has the id"
+    assert thief.poll(90_000), "the refusal goes to who now has the id"
     assert isinstance(codec.read_from_sidecar(thief.recv_multipart()[1]), Error)
     thief.close()
     worker.reconnect()  # as a half does that attaches again: the newest connection has the id

@@ -176,7 +176,7 @@ class _Server:
             self.hang_up(peer)
             return
         who = (hello.role, hello.rank, inode)
-        fresh = len(self.generations) + 1
+        fresh = len(self.generations) + self.options.first_generation
         peer.generation = self.generations.setdefault(who, fresh)
         pidfd = os.memfd_create("no pidfd") if self.options.no_pidfd else os.pidfd_open(os.getpid())
         identity = b"half-%d" % peer.generation
@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("run_dir")
     parser.add_argument("epoch", type=int)
     parser.add_argument("--endpoint", default="")
+    parser.add_argument("--first-generation", type=int, default=1)
     parser.add_argument("--listen-uid", type=int)
     parser.add_argument("--heartbeat-ms", type=int, default=20)
     parser.add_argument("--refuse-hello", action="store_true")

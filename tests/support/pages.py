@@ -12,6 +12,7 @@ import pytest
 from kvferry_sidecar.observe.http.ui import PAGE
 from support.http import Http
 from support.sidecar import SidecarUnderTest
+from support.waiting import wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NEEDS = [
@@ -20,6 +21,9 @@ NEEDS = [
 ]
 PHONE = {"width": 390, "height": 844}
 LAPTOP = {"width": 1280, "height": 800}
+DEADLINE_MS = 90_000
+# An open lease of these tests is confirmed by nobody.
+LEASES_STAY = ("--set", "limits.lease_idle_ms_max=3600000")
 
 
 @contextmanager
@@ -37,6 +41,7 @@ def chromium() -> Iterator[Any]:
 def opened(browser: Any, address: str, path: str = "/", **context: Any) -> Iterator[Any]:
     """Yield a page; afterwards it has asked its own address only, and complained of nothing."""
     with_context = browser.new_context(**context)
+    with_context.set_default_timeout(DEADLINE_MS)
     page = with_context.new_page()
     asked: list[str] = []
     complaints: list[str] = []
@@ -58,5 +63,13 @@ def listens(sidecar: SidecarUnderTest) -> str:
 
 
 def fits(page: Any, width: int) -> bool:
-    """Whether nothing makes the page scroll sideways."""
-    return bool(page.evaluate("document.documentElement.scrollWidth") <= width)
+    """Wait until nothing makes the page scroll sideways: charts get their sizes late."""
+    page.wait_for_function("max => document.documentElement.scrollWidth <= max", arg=width)
+    return True
+
+
+def is_live(page: Any) -> bool:
+    """Wait until the loop's turns are seen to grow."""
+    ticks = page.get_by_role("region", name="Control loop").locator("dd").first
+    before = ticks.inner_text()
+    return wait_until(lambda: ticks.inner_text() != before, "the page is live", every_s=0.1)

@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -300,10 +301,12 @@ def test_status_needs_no_hello(node: Node) -> None:
 
 
 def test_who_says_nothing_is_closed_at_the_deadline() -> None:
-    with Node(Limits(hello_ms_max=50)) as node:
+    with Node(Limits(hello_ms_max=60_000)) as node:
         silent = node.half()
         unregistered = node.half()
         assert isinstance(unregistered.say_hello(), Welcome)
+        node.pump(lambda: node.server.connections == 2, "both are accepted")
+        node.server.tick(time.monotonic() + 60)
         silent.wait_end()
         unregistered.wait_end()
         assert node.server.counters["hello_ms_max"] == 2

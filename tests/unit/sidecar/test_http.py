@@ -71,8 +71,8 @@ def engine(sidecar):
 def test_probes_of_an_idle_sidecar(tcp, probes, local):
     for http in (tcp, probes, local):
         for path in ("/livez", "/readyz", "/startupz"):
-            answer = http.get(path)
-            assert (answer.status, answer.text) == (200, "ok\n"), path
+            # A probe has 0.8 s, which a busy machine may need for something else.
+            wait_until(lambda h=http, p=path: h.get(p).text == "ok\n", f"{path} is ok")
     assert "[+] pool: " in probes.get("/readyz?verbose").text
 
 
@@ -262,8 +262,14 @@ def test_the_stream_tells_the_status_and_what_happens(local):
             json.loads(answer.readline().removeprefix(b"data: "))["pool"]["total_bytes"] == 8 << 20
         )
         local.post("/api/v1/actions/clear-pool")
-        wait_until(lambda: answer.readline() == b"event: log\n", "the action is told")
-        assert json.loads(answer.readline().removeprefix(b"data: "))["action"] == "clear-pool"
+
+        def told():  # what else is logged comes before or after it
+            if answer.readline() != b"event: log\n":
+                return False
+            line = json.loads(answer.readline().removeprefix(b"data: "))
+            return line.get("action") == "clear-pool"
+
+        wait_until(told, "the action is told")
 
 
 def test_the_bundle_holds_everything_but_the_token(local):

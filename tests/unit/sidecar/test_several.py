@@ -113,7 +113,7 @@ def test_actions_need_the_token_and_a_post(sidecars, several, places):
     told = [
         e["event"] for e in Http(sidecars[1].run_dir / "http.sock").get("/api/v1/events").json()
     ]
-    assert told[-1] == "action"
+    assert "action" in told
 
 
 def test_nothing_else_is_handed_on(several, places):
