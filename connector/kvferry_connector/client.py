@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from kvferry_connector.acks import Acks
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.half import Half, MemoryHandle
 from kvferry_connector.lifeline import Lifeline
@@ -145,12 +146,9 @@ class Client:
         """State what a token of prefill costs the engine, for heartbeats."""
         self._lifeline.token_ns = token_ns
 
-    def set_acks(self, jobs: list[int]) -> None:
-        """Share the list of jobs whose outcomes are not acknowledged yet: heartbeats take from it.
-
-        The caller goes on appending to it; each side takes away what it has sent.
-        """
-        self._lifeline.acks = jobs
+    def set_acks(self, acks: Acks) -> None:
+        """Share the jobs whose outcomes are not acknowledged yet: heartbeats take them along."""
+        self._lifeline.acks = acks
 
     def rotate(self, version: bytes) -> None:
         """Make ``version`` (16 bytes) the namespace version, now and at every later attach."""

@@ -23,6 +23,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 import zmq
 
+from kvferry_connector.acks import Acks
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.half import STATE_TEXTS, Half, MemoryHandle, introduce, refusal_text
 from kvferry_connector.link import HotSocket, Link
@@ -81,7 +82,7 @@ class Lifeline:
         self.unproven: dict[int, int] = {}
         self.live: tuple[int, list[int]] = (0, [])
         self.token_ns = 0
-        self.acks: list[int] = []
+        self.acks = Acks()
         self.last_ack_s = 0.0
         self.counts: Counter[str] = Counter()
         self.loan = Loan()
@@ -277,9 +278,8 @@ class Lifeline:
             return
         as_of, live = self.live
         self._beats += 1
-        acks = self.acks[:ids_max]
+        acks = self.acks.take(ids_max)
         stream.send(attach.Heartbeat(self._beats, as_of, live, acks, self.token_ns))
-        del self.acks[: len(acks)]
 
     def _handle(self, message: attach.ToPeer) -> None:
         link = self.published

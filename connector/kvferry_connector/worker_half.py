@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from kvferry_connector.acks import Acks
 from kvferry_connector.client import Client
 from kvferry_connector.deputy import Deputy
 from kvferry_connector.describe import describe_rank
@@ -75,7 +76,7 @@ class WorkerHalf:
         self._reports: dict[int, Report] = {}  # not yet on their way to the scheduler half
         self._finished: set[str] = set()
         self._failed: set[str] = set()
-        self._acks: list[int] = []
+        self._acks = Acks()
         self._acks_max = _ACKS_MAX
         self._idle_steps = 0
         self._sweep_at_s = 0.0
@@ -270,11 +271,10 @@ class WorkerHalf:
         if link is not None:
             for message, _ in client.receive(link):
                 self._hear(message)
-            # By one message, as sending costs more than hearing. What is not taken now is tried
-            # again; what the lifeline takes away meanwhile is heard, and acknowledged, once more.
-            acks = self._acks
-            while len(acks) > self._acks_max and client.send(link, hot.OutcomeAck(acks[:ids_max])):
-                del acks[:ids_max]
+            # Few go with the next heartbeat: sending costs more than hearing.
+            acks = self._acks.take(ids_max) if len(self._acks) > self._acks_max else []
+            if acks and not client.send(link, hot.OutcomeAck(acks)):
+                self._acks.put_back(acks)
         if link is None or now_s >= self._sweep_at_s:
             self._sweep_at_s = now_s + _SWEEP_S
             self._sweep(client, link, now_s)

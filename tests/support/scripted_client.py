@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kvferry_connector import worker_half
+from kvferry_connector.acks import Acks
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.jobs import JobOrder
 from kvferry_connector.link import Link
@@ -27,10 +28,10 @@ class ScriptedClient:
         self.inbox: list[hot.FromSidecar] = []
         self.polls = 0
         self.calls: list[str] = []
-        self.acks: list[int] = []
+        self.acks = Acks()
 
-    def set_acks(self, jobs: list[int]) -> None:
-        self.acks = jobs
+    def set_acks(self, acks: Acks) -> None:
+        self.acks = acks
 
     def start(self) -> None:
         self.calls.append("start")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
+from kvferry_connector.acks import Acks
 from kvferry_connector.link import Link
 from kvferry_connector.wire.attach import (
     Bye,
@@ -60,7 +61,7 @@ class SimClient:
         self.inbox: deque[SimFrame] = deque()
         self.live: tuple[int, list[int]] = (0, [])
         self.token_ns = 0
-        self.acks: list[int] = []
+        self.acks = Acks()
         self.peer: Peer | None = None  # what the sidecar of ``published`` calls us
         self.last_ack_s = 0.0
         self.next_s = 0.0  # when the next attach or beat is due
@@ -109,8 +110,8 @@ class SimClient:
     def set_pace(self, token_ns: int) -> None:
         self.token_ns = token_ns
 
-    def set_acks(self, jobs: list[int]) -> None:
-        self.acks = jobs
+    def set_acks(self, acks: Acks) -> None:
+        self.acks = acks
 
     def rotate(self, version: bytes) -> None:
         self.registration = msgspec.structs.replace(self.registration, version=version)
@@ -143,7 +144,8 @@ class SimClient:
                 self._attach(sidecar, now_s)
             else:
                 self._beats += 1
-                self._say(Heartbeat(self._beats, *self.live, self.acks[:ids_max], self.token_ns))
+                acks = self.acks.take(ids_max)
+                self._say(Heartbeat(self._beats, *self.live, acks, self.token_ns))
                 self.next_s = now_s + BEAT_S
 
     def pushed(self, message: ToPeer, now_s: float) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kvferry_connector import lifeline
-from kvferry_connector.client import Half
+from kvferry_connector.acks import Acks
+from kvferry_connector.client import Client, Half
+from kvferry_connector.config import FerryConfig
 from kvferry_connector.lifeline import Lifeline, unproven_epochs_max
 from kvferry_connector.log import LOGGER
+from kvferry_connector.wire import attach
 from msgspec.structs import replace
-from support.clients import RANK, Attach, Serve, ready_link
+from support.clients import ENGINE, RANK, SCHEDULER, Attach, Serve, ready_link
 from support.mini_sidecar import MiniSidecar
 from support.waiting import wait_until
 
@@ -166,6 +171,27 @@ def test_only_so_many_sidecars_are_watched() -> None:
     assert sorted(lifeline.unproven) == list(range(1, unproven_epochs_max + 1))
     for fd in lifeline.unproven.values():
         os.close(fd)
+
+
+def test_acknowledgements_that_a_hook_sends_beside_a_heartbeat_are_all_sent_once(
+    tmp_path: Path,
+) -> None:
+    """A hook takes some and hears more while the heartbeat, which has taken its own, is sent."""
+    client = Client(FerryConfig(run_dir=str(tmp_path)), SCHEDULER, ENGINE)
+    acks, sent = Acks([1, 2, 3]), []
+
+    def send(beat: attach.Heartbeat) -> None:
+        sent.extend(beat.acks)
+        sent.extend(acks.take(2))
+        acks.extend([len(sent) + 10, len(sent) + 20])
+        acks.put_back(acks.take(1))
+
+    client.set_acks(acks)
+    client._lifeline._stream = SimpleNamespace(send=send, unsent=False)
+    for _ in range(3):
+        client._lifeline._beat()
+    assert sent == [1, 2, 3, 13, 23, 15, 25]
+    assert acks == Acks([17, 27])
 
 
 def test_what_is_no_pidfd_proves_nothing(serve: Serve, client_for: Attach) -> None:
