@@ -320,8 +320,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the ranks' reports, and which loads have ended on all of them."""
         try:
-            if connector_output.kv_connector_worker_meta is not None:
-                self._scheduler.reported(connector_output.kv_connector_worker_meta)
+            meta = connector_output.kv_connector_worker_meta
+            if meta is not None:
+                self._scheduler.reported(meta, connector_output.invalid_block_ids)
             if connector_output.finished_recving:
                 self._scheduler.loaded(connector_output)
         except Exception as error:  # noqa: BLE001 - as in _guarded

@@ -232,7 +232,8 @@ class FencePage:
     """The two words (u64) of one rank that tell the sidecar how far the engine is.
 
     ``bound(step)``: the blocks of the step are zeroed and copied, loads into them may start.
-    ``done(step)``: the forward of the step has written its KV, saves may read. Steps only grow.
+    ``done(step)``: the forward of the step has written its KV, saves may read. Steps only grow,
+    and only those with loads or saves are written: nobody waits for another.
     Each is one aligned 8-byte store (a torn step can not be read); the sidecar polls. On a GPU the
     step is only launched when a hook runs: there the stream stores the words.
     """

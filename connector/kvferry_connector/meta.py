@@ -58,10 +58,8 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not f
     """Scheduler half to worker halves: the number of the step and its jobs.
 
     ``rotation`` counts the namespace versions: what a load of an older one brought is stale.
-    ``relay``: what deputies on further nodes are to do.
-
-    A fresh object each step (not a shared one): with two batches in flight the first is still
-    to be executed when the second is built.
+    ``relay``: what deputies on further nodes are to do. ``doubtful``: the ranks are to say that the
+    step has ended. Steps with nothing to do share an object, numbered 0: nobody changes one.
     """
 
     step: int
@@ -69,18 +67,21 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not f
     saves: tuple[JobOrder, ...] = ()
     rotation: int = 0
     relay: Relay | None = None
+    doubtful: bool = False
 
 
 @dataclass
 class FerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not followed
     """Worker halves to scheduler half: reports by job, and what deputies learned.
 
-    ``nodes``: states of sidecars that changed, by deputy's rank.
+    ``nodes``: states of sidecars that changed, by deputy's rank. ``ended_step``: the number of the
+    step that this output is of, where that was asked for.
     """
 
     reports: dict[int, list[Report]] = field(default_factory=dict)
     nodes: dict[int, NodeState] = field(default_factory=dict)
     heard: list[Heard] = field(default_factory=list)
+    ended_step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
         """Return the reports of both. Raises TypeError for another connector's metadata."""
@@ -89,7 +90,9 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # v
         merged = {job: list(reports) for job, reports in self.reports.items()}
         for job, reports in other.reports.items():
             merged.setdefault(job, []).extend(reports)
-        return FerryWorkerMetadata(merged, self.nodes | other.nodes, self.heard + other.heard)
+        ended = max(self.ended_step, other.ended_step)  # of one step: all ranks, or none
+        nodes, heard = self.nodes | other.nodes, self.heard + other.heard
+        return FerryWorkerMetadata(merged, nodes, heard, ended)
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,10 @@ class Nodes:
         self._untold, self._messages, self._beat = {}, [], beat
         return relay
 
-    def address(self, orders: Iterable[JobOrder]) -> tuple[JobOrder, ...]:
+    def address(self, orders: Iterable[JobOrder]) -> list[JobOrder]:
         """Return jobs as they go out: with the epochs of the further sidecars, unless to fail."""
         epochs = dict(self._epochs)
-        return tuple(one._replace(further=epochs) if one.epoch else one for one in orders)
+        return [one._replace(further=epochs) if one.epoch else one for one in orders]
 
     def pending(self) -> bool:
         """Whether the engine should step although it has no requests: nodes are to be told, or met.

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvferry_connector.doubts import Doubts
 from kvferry_connector.jobs import CompactTableError, JobOrder, Jobs, cut_tables, pack_ids
 from kvferry_connector.log import logger
 from kvferry_connector.requests import Tracked
@@ -40,7 +41,8 @@ class Saver:
         self, jobs: Jobs, link: Callable[[], Link | None], engine: RegisterEngine, *,
         block_tokens: Sequence[int], gather_tokens: int, count: Callable[..., None],
     ) -> None:  # fmt: skip
-        self._jobs, self._link, self._count = jobs, link, count
+        self._jobs, self._ask_link, self._count = jobs, link, count
+        self.doubts = Doubts(count)
         self._block_tokens = block_tokens
         self._unit_tokens = unit = engine.scheduler_block_tokens
         self._gather_tokens = max(1, -(-gather_tokens // unit)) * unit
@@ -58,6 +60,9 @@ class Saver:
         self._due_at = 0  # at or below the first of them: nothing is due before
         self.orders: list[JobOrder] = []  # of the step being built
         self.events: KvEvents | None = None  # of an engine that publishes them
+
+    def _link(self) -> Link | None:
+        return None if self.doubts.spoiled else self._ask_link()
 
     def admit(self, tracked: Tracked) -> None:
         """The request holds KV from now on. What the store has of it is not saved again."""
@@ -325,9 +330,14 @@ class Saver:
             self.events.saving(job, request)
         self._count("saves")
 
-    def abandon(self) -> None:
-        """Give up the saves of the step being built, or to be built: no rank is told of them."""
+    def take(self, step: int) -> Sequence[JobOrder]:
+        """Return the orders that go out with step number ``step``, which is built now."""
         orders, self.orders = self.orders, []
+        return self.doubts.hold(step, orders) if self.doubts.active else orders
+
+    def abandon(self) -> None:
+        """Give up the saves that no rank was told of."""
+        orders, self.orders = self.orders + self.doubts.give_up(), []
         for order in orders:
             self._count("saves_given_up")
             self._jobs.close(order.job)

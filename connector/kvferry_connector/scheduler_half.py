@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry_connector import vllm_compat
 from kvferry_connector.client import Client
@@ -28,7 +26,7 @@ from kvferry_connector.nodes import Nodes, by_node, spread
 from kvferry_connector.pace import Pace, step_tokens_min
 from kvferry_connector.requests import Admission, Phase, Tracked
 from kvferry_connector.saves import Saver
-from kvferry_connector.stats import FerryStats
+from kvferry_connector.stats import FerryStats, split_hit
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.codec import encode_job
 from kvferry_connector.wire.names import NONCE_BYTES
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 
 Offloads = list[tuple[int, int, int]]  # states: group, block, tokens they are the state after
-_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "p2p": CacheHitSource.P2P}
 
 
 class SchedulerHalf:
@@ -92,6 +90,7 @@ class SchedulerHalf:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[JobOrder] = []  # of the step being built
         self._admissions = self._step = self._rotation = 0
+        self._quiet = FerryMetadata(0)  # of every step with nothing to do
         self._pace = Pace()
         self._progress_s, self._gave_up = 0.0, False
 
@@ -135,7 +134,8 @@ class SchedulerHalf:
         Raises UnsupportedEngineError for a manager that hashes past its blocks.
         """
         vllm_compat.check_manager(manager)
-        vllm_compat.around_reset(manager, before_reset, self._jobs.lifted)
+        settle = self._saver.doubts.settle
+        vllm_compat.around_reset(manager, before_reset, self._jobs.lifted, settle)
         self._saver.manager = manager
         self._jobs.pool = vllm_compat.block_pool(manager)
 
@@ -148,6 +148,7 @@ class SchedulerHalf:
         """
         self._version = os.urandom(NONCE_BYTES)
         self._rotation += 1
+        self._quiet = FerryMetadata(0, rotation=self._rotation)
         self.stats.count("rotations")
         if self._lookup.client is not None:
             self._lookup.client.rotate(self._version)
@@ -310,13 +311,7 @@ class SchedulerHalf:
     def hit_sources(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
         """Split ``external_tokens`` by the tier that supplies them."""
         tracked = self._requests.get(request.request_id)
-        sources: Mapping[str, int] = {} if tracked is None else tracked.admission.sources
-        split: Counter[CacheHitSource] = Counter()
-        for name, tokens in sources.items():
-            split[_SOURCES.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED)] += tokens
-        if split.total() != external_tokens:
-            split = Counter({CacheHitSource.HOST: external_tokens})
-        return dict(+split)
+        return split_hit({} if tracked is None else tracked.admission.sources, external_tokens)
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -328,6 +323,8 @@ class SchedulerHalf:
         """
         self._step = step = self._step + 1
         saver, tokens = self._saver, output.total_num_scheduled_tokens
+        if output.has_sync_kv_loads:  # ours are none
+            saver.doubts.begin(step)
         if self._states and output.kv_connector_block_state is not None:
             self._hand_over(output, output.kv_connector_block_state.boundary_state_offloads)
         if tokens >= step_tokens_min or self._pace.open:
@@ -337,9 +334,8 @@ class SchedulerHalf:
             saver.advance(output.num_scheduled_tokens, step, self._version)
         if self._lookup.stirred:
             self._lookup.end_step()
-        if self._loads or saver.orders or self._lookup.nodes is not None:
-            return self._take_orders()
-        return FerryMetadata(step, (), (), self._rotation)
+        quiet = not (self._loads or saver.orders or saver.doubts.active)
+        return self._quiet if quiet and self._lookup.nodes is None else self._take_orders()
 
     def _hand_over(self, output: SchedulerOutput, offloads: Mapping[str, Offloads]) -> None:
         for request_id, states in offloads.items():
@@ -350,13 +346,14 @@ class SchedulerHalf:
     def _take_orders(self) -> FerryMetadata:
         if self._saver.orders:
             self._progress()
-        loads, saves, nodes = tuple(self._loads), tuple(self._saver.orders), self._lookup.nodes
-        self._loads, self._saver.orders = [], []
-        if nodes is None:
-            return FerryMetadata(self._step, loads, saves, self._rotation)
-        loads, saves = nodes.address(loads), nodes.address(saves)
-        relay = nodes.take(self._lookup.beat)
-        return FerryMetadata(self._step, loads, saves, self._rotation, relay)
+        loads, saves, nodes = self._loads, self._saver.take(self._step), self._lookup.nodes
+        self._loads, relay = [], None
+        if nodes is not None:
+            loads, saves = nodes.address(loads), nodes.address(saves)
+            relay = nodes.take(self._lookup.beat)
+        doubtful = self._saver.doubts.began_with(self._step)
+        rotation = self._rotation
+        return FerryMetadata(self._step, tuple(loads), tuple(saves), rotation, relay, doubtful)
 
     def abandon_step(self) -> FerryMetadata:
         """After an exception in ``build``: give this step's saves up and fail its loads."""
@@ -364,8 +361,10 @@ class SchedulerHalf:
         self._loads = [order._replace(epoch=NO_EPOCH) for order in self._loads]
         return self._take_orders()
 
-    def reported(self, meta: FerryWorkerMetadata) -> None:
-        """Take the ranks' reports: free pins, close jobs. And what deputies learned."""
+    def reported(self, meta: FerryWorkerMetadata, invalid: Collection[int] = ()) -> None:
+        """Take the ranks' reports, what deputies learned, and blocks another connector lacks."""
+        if meta.ended_step and self._saver.doubts.ended(meta.ended_step, invalid=bool(invalid)):
+            self._saver.abandon()
         if meta.reports:
             self._progress()
         for number, reports in meta.reports.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +11,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "p2p": CacheHitSource.P2P}
+
+
+def split_hit(sources: Mapping[str, int], external_tokens: int) -> dict[CacheHitSource, int]:
+    """Return ``external_tokens`` by tier; ``sources``: what the sidecar said they are of."""
+    split: Counter[CacheHitSource] = Counter()
+    for name, tokens in sources.items():
+        split[_SOURCES.get(name, CacheHitSource.EXTERNAL_UNSPECIFIED)] += tokens
+    if split.total() != external_tokens:
+        split = Counter({CacheHitSource.HOST: external_tokens})
+    return dict(+split)
 
 
 @dataclass

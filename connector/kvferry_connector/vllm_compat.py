@@ -84,7 +84,10 @@ def _check_protocol() -> None:
         for name in ("get_transfer_results", "bind_kv_cache_manager", "build_connector_worker_meta")
         if not hasattr(KVConnectorBase_V1, name)
     ]
-    wanted = ((KVConnectorOutput, "failed_recving"), (SchedulerOutput, "kv_connector_block_state"))
+    wanted = (
+        (KVConnectorOutput, "failed_recving"), (KVConnectorOutput, "invalid_block_ids"),
+        (SchedulerOutput, "kv_connector_block_state"), (SchedulerOutput, "has_sync_kv_loads"),
+    )  # fmt: skip
     for owner, name in wanted:
         if not is_dataclass(owner) or name not in {field.name for field in fields(owner)}:
             missing.append(f"{owner.__name__}.{name}")
@@ -153,18 +156,23 @@ def around_reset(
     manager: KVCacheManager,
     callback: Callable[[], object],
     lifted: Callable[[], AbstractContextManager[None]],
+    after: Callable[[], object],
 ) -> None:
     """Have ``callback`` run before each ``manager.reset_prefix_cache()``, itself run in ``lifted``.
 
-    A local reset that fails never reaches the connector's ``reset_cache``, although the weights
-    may have changed; this is the only place that sees every attempt. ``callback`` must not raise.
+    ``after`` runs when the cache was reset. A local reset that fails never reaches the connector's
+    ``reset_cache``, although the weights may have changed; this is the only place that sees every
+    attempt. Neither callback may raise.
     """
     original: Callable[..., bool] = manager.reset_prefix_cache
 
     def reset_prefix_cache(*args: Any, **kwargs: Any) -> bool:
         callback()
         with lifted():
-            return original(*args, **kwargs)
+            done = original(*args, **kwargs)
+        if done:
+            after()
+        return done
 
     manager.reset_prefix_cache = reset_prefix_cache
 

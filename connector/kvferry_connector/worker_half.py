@@ -81,6 +81,7 @@ class WorkerHalf:
         self._idle_steps = 0
         self._sweep_at_s = 0.0
         self._rotation = 0
+        self._ended_step = 0  # that the scheduler half waits for
         self.stats = FerryStats()
 
     # --- life of the engine ------------------------------------------------------------------
@@ -179,11 +180,17 @@ class WorkerHalf:
 
     def bind(self, metadata: FerryMetadata) -> None:
         """The step's blocks are zeroed and copied: loads may start into them."""
-        self._bound, self._rotation = metadata, metadata.rotation
-        self._fence.bound(metadata.step)
+        self._rotation = metadata.rotation
+        if not metadata.step:
+            self._bound = None
+            return
+        self._bound = metadata
+        if metadata.doubtful:
+            self._ended_step = metadata.step
         if metadata.relay is not None:
             self._relay(metadata.relay)
         if metadata.loads:
+            self._fence.bound(metadata.step)
             self._submit(metadata.loads, is_load=True)
 
     def _relay(self, relay: Relay) -> None:
@@ -199,8 +206,8 @@ class WorkerHalf:
         metadata = self._bound
         if metadata is None:
             return
-        self._fence.done(metadata.step)
         if metadata.saves:
+            self._fence.done(metadata.step)
             self._submit(metadata.saves, is_load=False)
         self._bound = None
 
@@ -256,12 +263,15 @@ class WorkerHalf:
 
     def worker_metadata(self) -> FerryWorkerMetadata | None:
         """Return the reports since the last call, None when there are none."""
+        if not self._reports and self._deputy is None and not self._ended_step:
+            return None
         nodes, heard = self._deputy.take() if self._deputy is not None else ({}, [])
-        if not self._reports and not nodes and not heard:
+        ended, self._ended_step = self._ended_step, 0
+        if not self._reports and not nodes and not heard and not ended:
             return None
         reports, self._reports = self._reports, {}
         merged = {job: [report] for job, report in reports.items()}
-        return FerryWorkerMetadata(merged, nodes, heard)
+        return FerryWorkerMetadata(merged, nodes, heard, ended)
 
     def _poll(self) -> None:
         client = self._client

@@ -131,3 +131,86 @@ def test_handshakes_of_another_connector_leave_ours_off_and_say_why(
     assert "before connectors that shake hands" in caplog.text
     engine.half._lookup.client = client
     engine.assert_idle()
+
+
+# --- another connector that loads in the step that computes with it, and may fail ----------------
+
+
+def lost(folder: Path, **options: Any) -> SchedulerUnderTest:
+    """Request "a" begins with 96 tokens that the other connector promised and does not bring."""
+    engine = SchedulerUnderTest(folder, beside="before", **options)
+    engine.other.synchronous = True
+    engine.other.offers["a"] = 96
+    engine.other.lost.add("a")
+    engine.add("a", PROMPT)
+    return engine
+
+
+IN_FLIGHT = pytest.mark.parametrize("asynchronous", [False, True], ids=["one batch", "two"])
+
+
+@IN_FLIGHT
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_what_was_computed_upon_blocks_that_another_did_not_load_is_no_save(
+    tmp_path: Path, asynchronous: bool, policy: str
+) -> None:
+    """vLLM tells it with the step's output, when that step's saves have long been ordered."""
+    engine = lost(tmp_path, asynchronous=asynchronous, policy=policy)
+    engine.add("short", PROMPT[:110], max_tokens=1)
+    engine.run()
+    assert saves_of(engine.node) == []
+    assert engine.counts["saves_stopped"] == 1
+    assert engine.counts["saves_given_up"] > 0
+    engine.assert_idle()
+
+
+@IN_FLIGHT
+def test_nothing_is_saved_until_the_engines_own_cache_is_reset(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    """Others hit the blocks there before they are computed anew, and compute upon them."""
+    engine = lost(tmp_path, asynchronous=asynchronous)
+    engine.step(3)
+    engine.add("b", [*PROMPT, *range(500, 600)])
+    engine.run()
+    engine.add("c", [*PROMPT, *range(500, 700)])
+    engine.run()
+    assert saves_of(engine.node) == []
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("d", PROMPT)
+    engine.run()
+    assert saves_of(engine.node)[0][:2] == ("d", 0)
+    engine.assert_idle()
+
+
+def test_a_reset_that_vllm_refuses_changes_nothing(tmp_path: Path) -> None:
+    engine = lost(tmp_path)
+    engine.step(4)
+    assert not engine.scheduler.reset_prefix_cache()
+    engine.add("b", PROMPT)
+    engine.run()
+    assert saves_of(engine.node) == []
+    engine.assert_idle()
+
+
+@IN_FLIGHT
+def test_what_another_loads_in_the_step_is_saved_once_its_output_is_good(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    engine = SchedulerUnderTest(
+        tmp_path, beside="before", asynchronous=asynchronous, batch=512, num_blocks=128
+    )
+    engine.other.synchronous = True
+    engine.other.offers = dict.fromkeys("abcd", 96)
+    for number, name in enumerate("abcd"):
+        engine.add(name, [number, *PROMPT])
+        assert engine.schedule().has_sync_kv_loads
+        saves = engine._in_flight[-1][1].saves
+        assert not [one for one in saves if one.request == name], "not with its own step"
+        if len(engine._in_flight) >= engine._depth:
+            engine.process()
+    assert saves_of(engine.node), "those of the first steps, although the next are in doubt"
+    engine.run()
+    assert {name for name, _, _ in saves_of(engine.node)} == set("abcd")
+    assert len(engine.node.store) == 4 * 12
+    engine.assert_idle()

@@ -41,6 +41,7 @@ class Contents:
     states_checked: int = 0
     guessing: set[str] = field(default_factory=set)  # their states depend on what was accepted
     named: dict[str, int] = field(default_factory=dict)  # hashes known when they last ran
+    wrong: set[int] = field(default_factory=set)  # blocks of bytes that are not what they are named
 
     def begin(self, output: Any) -> None:
         """What the runner does before a forward: zero new blocks, then copy on write."""
@@ -74,6 +75,17 @@ class Contents:
             if part.drafts:
                 self.guessing.add(name)
             self.named[name] = min(len(hashes[name]), part.end // hash_tokens)
+            if self.wrong:
+                self._spread(part, rules.groups[0].block)
+
+    def _spread(self, part: Part, block: int) -> None:
+        """What is computed upon wrong bytes is wrong, upon right ones right (one group)."""
+        slots = part.table[0]
+        written = slots[part.start // block : -(-part.end // block)]
+        if self.wrong.isdisjoint(slots[: -(-part.start // block)]):
+            self.wrong.difference_update(written)
+        else:
+            self.wrong.update(written)
 
     def _use_ring(self, name: str, part: Part, group: int, slots: list[int]) -> None:
         """One block for a request's whole life, which nothing else may write."""

@@ -34,7 +34,7 @@ class FurtherRank:
         return self._waiting.popleft()
 
     def _of(self, first: StepEnd) -> StepEnd:
-        own = StepEnd(finished=set(first.finished), failed=set(first.failed))
+        own = StepEnd({}, set(first.finished), set(first.failed), ended_step=first.ended_step)
         for job, (report,) in first.reports.items():
             own.reports[job] = [report._replace(rank=self.rank)]
             if self.fails and first.finished:
@@ -46,8 +46,10 @@ class FurtherRank:
 def rank_output(
     outer: Any, names: list[str], sampled: list[list[int]], end: StepEnd
 ) -> ModelRunnerOutput:
-    reports = FerryWorkerMetadata(end.reports) if end.reports else None
+    said = bool(end.reports or end.ended_step)
+    reports = FerryWorkerMetadata(end.reports, ended_step=end.ended_step) if said else None
     kv_output = KVConnectorOutput(
+        invalid_block_ids=end.invalid,
         finished_recving=end.finished or None,
         failed_recving=end.failed,
         kv_connector_worker_meta=joined(outer, reports),

@@ -26,19 +26,27 @@ class OtherHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLL
 
 @dataclass
 class OtherMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not followed
-    """Loads that begin with this step: request -> (block ids, tokens)."""
+    """Loads that begin with this step: request -> (block ids, tokens); ``lost``: blocks."""
 
     loads: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
 
 
 class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
-    """Offers ``offers[request]`` tokens, asynchronously; ``given``: what each was told."""
+    """Offers ``offers[request]`` tokens; ``given``: what each was told.
+
+    Loads are asynchronous, or ``synchronous``; of the latter those of ``lost`` requests bring wrong
+    bytes, of which vLLM learns by the output of their step.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.offers: dict[str, int | None] = {}
+        self.synchronous = False
+        self.lost: set[str] = set()
         self.given: dict[str, list[int]] = {}
         self._loads: dict[str, tuple[list[int], int]] = {}
+        self._lost: set[int] = set()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -53,17 +61,22 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def get_num_new_matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:
         offer = self.offers.get(request.request_id, 0)
-        return (None, False) if offer is None else (max(0, offer - local), offer > local)
+        if offer is None:
+            return None, False
+        return max(0, offer - local), offer > local and not self.synchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:
         self.given.setdefault(request.request_id, []).append(tokens)
         if tokens:
-            ids = [block.block_id for block in blocks.blocks[0]]
-            self._loads[request.request_id] = (ids, self.offers[request.request_id] or 0)
+            ids, total = blocks.get_block_ids()[0], self.offers[request.request_id] or 0
+            self._loads[request.request_id] = (ids, total)
+            if request.request_id in self.lost:
+                size = self._vllm_config.cache_config.block_size
+                self._lost.update(ids[(total - tokens) // size : total // size])
 
     def build_connector_meta(self, scheduler_output: Any) -> OtherMetadata:
-        loads, self._loads = self._loads, {}
-        return OtherMetadata(loads)
+        loads, lost, self._loads, self._lost = self._loads, self._lost, {}, set()
+        return OtherMetadata(loads, lost)
 
     def request_finished_all_groups(self, request: Any, ids: Any) -> tuple[bool, None]:
         return False, None

@@ -153,12 +153,15 @@ class SchedulerUnderTest:
         output, meta, of_other, parts = self._in_flight.popleft()
         contents = self.node.contents
         contents.begin(output)
+        for name, (blocks, tokens) in of_other.loads.items():
+            self._fill(name, blocks, tokens)
+        contents.wrong |= of_other.lost
         hashes = {name: self.requests[name].block_hashes for name in parts}
         contents.forward(self.node.rules, self.hash_tokens, parts, hashes)
         end = self.node.execute(meta)
-        for name, (blocks, tokens) in of_other.loads.items():
-            self._fill(name, blocks, tokens)
-            end.finished.add(name)
+        end.invalid = of_other.lost
+        if self.other is not None and not self.other.synchronous:
+            end.finished |= of_other.loads.keys()
         self._check_pins()
         names = list(output.num_scheduled_tokens)
         sampled = [self._sample(name, parts[name]) for name in names]

@@ -62,6 +62,8 @@ class StepEnd:
     reports: dict[int, list[Report]] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)  # what another connector did not load
+    ended_step: int = 0
 
 
 class ScriptedNode:
@@ -211,14 +213,14 @@ class ScriptedNode:
 
     def execute(self, meta: FerryMetadata) -> StepEnd:
         """Submit a step's jobs, let time pass for the running ones, report what has ended."""
-        end = StepEnd()
+        end = StepEnd(ended_step=meta.step if meta.doubtful else 0)
         for order in (*meta.loads, *meta.saves):
             if self.away or order.epoch != self.epoch:
                 self._finish(end, order, is_load=order in meta.loads, status="failed")
                 continue
             job = codec.read_job(order.body)
             assert job.job == order.job
-            assert job.step == meta.step
+            assert job.step <= meta.step
             self.jobs.append(job)
             steps = self.load_steps if isinstance(job, hot.LoadJob) else self.save_steps
             known = self.known.get(job.admission)  # a job outlives what is known of its request
@@ -309,6 +311,7 @@ class ScriptedNode:
         assert held is not None, (job, group.group, block)
         assert held[0] == group.group, (job, group.group, block, held)
         assert name in held[1], (job, group.group, block, held)
+        assert block not in self.contents.wrong, (job, block, "wrong bytes under a valid key")
         key = (job.version, group.group, name)
         if key not in self.store:
             self.store.add(key)
@@ -367,4 +370,5 @@ class ScriptedNode:
             torn = self.load_fails or bad
             names = frozenset([b"torn"]) if torn else self.objects[keys[chunk]]
             self.contents.held[block] = (group.group, names)
+            self.contents.wrong.discard(block)
         return bad

@@ -12,7 +12,7 @@ import pytest
 from kvferry_connector import worker_half
 from kvferry_connector.jobs import NO_EPOCH, Report
 from kvferry_connector.link import Link
-from kvferry_connector.meta import FerryMetadata
+from kvferry_connector.meta import FerryMetadata, FerryWorkerMetadata
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET, FENCE_PAGE_BYTES
 from kvferry_connector.worker_half import WorkerHalf
@@ -74,6 +74,28 @@ def test_step_without_jobs_touches_no_socket(half: WorkerHalf, client: ScriptedC
     assert not half.results().finished_recving
     assert half.worker_metadata() is None
     assert (client.polls, client.sent) == (0, [])
+    assert fence_words(half) == (0, 0), "nobody waits for this step"
+
+
+def test_the_end_of_a_step_in_doubt_is_told_once(half: WorkerHalf, client: ScriptedClient) -> None:
+    half.bind(FerryMetadata(7, doubtful=True))
+    half.end_forward()
+    half.results()
+    meta = half.worker_metadata()
+    assert meta == FerryWorkerMetadata(ended_step=7)
+    assert meta.aggregate(FerryWorkerMetadata(ended_step=7)).ended_step == 7
+    half.bind(FerryMetadata(8))
+    half.end_forward()
+    assert half.worker_metadata() is None
+
+
+def test_a_step_that_was_not_finished_is_not_finished_with_the_next(
+    half: WorkerHalf, client: ScriptedClient
+) -> None:
+    half.bind(FerryMetadata(7, (), (order(2),)))
+    half.bind(FerryMetadata(0))
+    half.end_forward()
+    assert client.sent == []
 
 
 def test_an_outcome_that_comes_again_is_acknowledged_with_no_job_open(

@@ -114,17 +114,19 @@ def test_the_probe_is_what_the_engine_hashes(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_callback_runs_before_every_reset_also_a_failing_one(manager: KVCacheManager) -> None:
     calls: list[bool] = []
+    done: list[int] = []
     original = manager.reset_prefix_cache
     pool = vllm_compat.block_pool(manager)
 
     def callback() -> None:
         calls.append(pool.get_num_free_blocks() == 7)
 
-    vllm_compat.around_reset(manager, callback, nullcontext)
+    vllm_compat.around_reset(manager, callback, nullcontext, lambda: done.append(len(calls)))
     assert manager.reset_prefix_cache() is True
     vllm_compat.touch(pool, [3])
     assert manager.reset_prefix_cache() is False, "a pinned block: vLLM cannot reset"
     assert calls == [True, False]
+    assert done == [1], "after the one that succeeded"
     assert original() is False, "only this manager's attribute was replaced"
 
 
