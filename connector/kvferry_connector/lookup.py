@@ -31,7 +31,7 @@ class Lookup:
     def __init__(self, config: FerryConfig, engine: RegisterEngine, count: Count) -> None:
         self._config = config
         self._hash_tokens = engine.hash_block_tokens
-        self._align = engine.alignment_tokens
+        self._align, self._drafted = engine.alignment_tokens, engine.use_eagle
         self._count = count
         self._limits = Limits(config.probe_ms_max / 1000, config.hint_fresh_ms / 1000)
         self._patient = Limits(math.inf, self._limits.hint_fresh_s)
@@ -247,7 +247,8 @@ class Lookup:
         """Take one node's answer: with the last, the hit that all gave, or a shorter question.
 
         What fits one node's groups at its own length need not fit at another's: all are asked again
-        with the shortest as bound, until they agree.
+        with the shortest as bound, until they agree. A drafter's only group drops a block below
+        its bound (vLLM looks past it where there are several): the bound is one further for it.
         """
         assert self.nodes is not None
         hit = answer.hit_tokens // self._align * self._align
@@ -256,7 +257,8 @@ class Lookup:
             return
         (hits, sources), local = gathered, admission.local_tokens
         if min(hits) > local and min(hits) < max(hits):
-            self._send_ask(admission, link, local, min(hits))
+            dropped = self._align if self._drafted and len(link.save_rules) == 1 else 0
+            self._send_ask(admission, link, local, min(hits) + dropped)
             return
         if max(hits) > local >= min(hits):  # what some leased is of no use
             self._asks += 1

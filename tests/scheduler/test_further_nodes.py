@@ -133,6 +133,20 @@ def test_nodes_agree_on_a_state_that_both_have(nodes: TwoNodes) -> None:
     assert nodes.run(STATES, "agreed", long) == 4 * BLOCK
 
 
+@pytest.mark.parametrize("specs", [DENSE, WINDOWED, DRAFTED_STATES], ids=["one", "window", "state"])
+def test_with_a_drafter_unequal_nodes_agree_on_what_both_have(
+    nodes: TwoNodes, specs: dict[str, Any]
+) -> None:
+    """One block below the shorter one's end: the drop is made once, not anew with each question."""
+    short, long = prompt(4, 67), prompt(6, 67)
+    assert nodes.run(specs, "cold", short, **DRAFTER) == 0
+    nodes.run(specs, "more", long, **DRAFTER)
+    nodes.store.flush()
+    clear_pool(nodes.second)
+    assert nodes.run(specs, "one node only", short, **DRAFTER) == 0
+    assert nodes.run(specs, "agreed", long, **DRAFTER) == 3 * BLOCK
+
+
 def test_ranks_of_all_nodes_sleep_and_wake_up(nodes: TwoNodes) -> None:
     """While one still sleeps a lookup is a miss; afterwards what was saved before is a hit."""
     tokens, between = prompt(6, 59), prompt(4, 61)

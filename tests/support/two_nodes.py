@@ -43,6 +43,7 @@ class TwoNodes:
         """Run one request in an engine of its own, so that the engine itself holds nothing."""
         with self.engine(specs, **options) as engine:
             hit = engine.run(name, tokens, max_tokens)
+            assert engine.counts["loads_failed"] == 0
         self.idle()
         return hit
 
