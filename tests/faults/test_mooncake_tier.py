@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 from kvferry_connector.wire.hot import Release
+from kvferry_sidecar.cli.api import Api
 from support.books import wait_settled
 from support.client_half import ClientEngine, client_engine
 from support.elsewhere import started
@@ -92,7 +95,28 @@ def test_a_master_that_hangs_or_dies_costs_a_miss(master: MooncakeMaster) -> Non
         master.kill()
         master.start()
         wait_until(lambda: is_on(sidecar), "it is used again")
+        # The new master knows nothing of what was stored, and of this node's segment only later.
+        Api(sidecar.run_dir).act("clear-pool")
+        assert engine.lease("before", 3)[1].hit_tokens == 0
+        numbers = count()
+        wait_until(lambda: stores(sidecar, engine, f"again {next(numbers)}"), "it stores again")
+        Api(sidecar.run_dir).act("clear-pool")
+        prompt = f"again {next(numbers) - 1}"
+        assert engine.lease(prompt, 3)[1].sources == {"external": 48}
         wait_settled(sidecar.run_dir)
+
+
+def stores(sidecar: SidecarUnderTest, engine: ClientEngine, prompt: str) -> bool:
+    """Save a prompt; say whether the store took all of it."""
+    before = Counter(tier(sidecar)["counts"])
+    engine.put(prompt)
+
+    def told() -> Counter[str]:
+        return Counter(tier(sidecar)["counts"]) - before
+
+    ended = ("put_objects", "put_failed")
+    wait_until(lambda: sum(told()[name] for name in ended) >= 3, "its puts have returned")
+    return told()["put_objects"] == 3
 
 
 def test_a_master_that_is_away_at_the_start(master: MooncakeMaster) -> None:

@@ -10,7 +10,10 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
+
+from support.waiting import wait_until
 
 Server = TypeVar("Server", bound="ServerProcess")
 
@@ -27,8 +30,17 @@ class ServerProcess(ABC):
         """Start it and return when it serves."""
 
     def signal(self, number: int) -> None:
+        """Send it; after SIGSTOP no thread of the server runs any more when this returns."""
         assert self._process is not None
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            # The thread that takes the signal stops the others, when its turn comes.
+            wait_until(self._stands, "every thread has stopped")
+
+    def _stands(self) -> bool:
+        assert self._process is not None
+        tasks = Path(f"/proc/{self._process.pid}/task").glob("*/stat")
+        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def kill(self) -> None:
         """End it, also when it is frozen or has not been started."""

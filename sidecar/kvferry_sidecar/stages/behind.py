@@ -92,11 +92,9 @@ class WriteBehind:
         names, form = self._take(tier, queue)
         keys = np.frombuffer(b"".join(names), np.uint8).reshape(-1, 16)
         keys = keys[self._pool.present(keys)]
-        tier.counts["put_evicted_before"] += len(names) - len(keys)
-        if not len(keys):
-            return
         entries = self._pool.lease(keys, use=False)
         items = items_of(self._pool, keys[: len(entries)], entries, form, crcs=True)
+        tier.counts["put_evicted_before"] += len(names) - len(items)
         if not items:
             self._pool.release(entries)
             return

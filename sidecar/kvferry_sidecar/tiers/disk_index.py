@@ -34,6 +34,7 @@ _FORM = struct.Struct(">III")  # format, blocks per region, regions
 DAMAGED = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, struct.error)
 _map_bytes_min = 64 << 20
 _readers_max = 126
+_read_bytes = 1 << 20
 
 
 class Place(NamedTuple):
@@ -50,8 +51,18 @@ class Row(NamedTuple):
     header: bytes
 
 
+def read_through(path: Path, count: int) -> None:
+    """Read so many bytes of a file. Raises OSError for what the medium does not give."""
+    with path.open("rb", buffering=0) as file:
+        while count > 0 and (part := file.read(min(count, _read_bytes))):
+            count -= len(part)
+
+
 class DiskIndex:
-    """Index of one path. Every method may be called from several threads. Raises lmdb.Error."""
+    """Index of one path. Every method may be called from several threads.
+
+    Raises lmdb.Error, and OSError where the file cannot be read at the start.
+    """
 
     def __init__(self, folder: Path, region_blocks: int, regions: int) -> None:
         self.region_blocks = region_blocks
@@ -78,11 +89,16 @@ class DiskIndex:
         self._free = [region for region in range(regions) if not self._ages[region]]
 
     def _check_whole(self, folder: Path) -> None:
-        """LMDB maps its file: pages that are not there would end the process (SIGBUS)."""
+        """LMDB maps its file: a page that is not there or cannot be read would end the process.
+
+        That end (SIGBUS) would meet every process that is started instead of it, too.
+        """
         pages = self._env.info()["last_pgno"] + 1
-        file_bytes = (folder / "data.mdb").stat().st_size
-        if file_bytes < pages * self._env.stat()["psize"]:
+        file = folder / "data.mdb"
+        file_bytes, used_bytes = file.stat().st_size, pages * self._env.stat()["psize"]
+        if file_bytes < used_bytes:
             raise lmdb.CorruptedError(f"{file_bytes} bytes are fewer than its {pages} pages")
+        read_through(file, used_bytes)
 
     def _open(self, region_blocks: int, regions: int) -> None:
         meta = self._env.open_db(b"meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -13,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kvferry_sidecar.tiers import disk
+from kvferry_sidecar.tiers import disk, disk_index
+from kvferry_sidecar.tiers.disk_index import read_through
 from kvferry_sidecar.tiers.store import StoreError
 from support.store_rigs import DiskRig, get, key_of, open_disk, opened, put
 
@@ -121,6 +123,40 @@ def test_a_damaged_index_starts_empty(rig, damage):
     rig.store = open_disk(rig.path, rig.total_bytes)
     assert rig.store.facts()["objects"] == 0
     assert put(rig.store, items(rig, 0, 4)) == [True] * 4
+
+
+def test_an_index_that_cannot_be_read_is_found_out_by_reading(rig):
+    """Mapped pages that the disk does not give would end the process, and the next one."""
+    put(rig.store, items(rig, 0, 4))
+    rig.store.close()
+    index = rig.path / "kvferry" / "index"
+    read_through(index / "data.mdb", 4096)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_through(Path("/proc/self/mem"), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_index, "read_through", _no_sector)
+        with pytest.raises(StoreError, match=r"cannot be used: .*Input/output error") as caught:
+            open_disk(rig.path, rig.total_bytes)
+    assert caught.value.final
+    rig.store = open_disk(rig.path, rig.total_bytes)
+    assert rig.store.facts()["objects"] == 4, "it was left as it is"
+
+
+def _no_sector(path: Path, _count: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+def test_a_folder_that_vanishes_serves_on_and_the_next_starts_empty(rig):
+    """Open files outlive their names; nothing is written elsewhere, and closing is no error."""
+    put(rig.store, items(rig, 0, 4))
+    shutil.rmtree(rig.path / "kvferry")
+    assert all(rig.store.exists([key_of(n) for n in range(4)]))
+    assert put(rig.store, items(rig, 4, 4)) == [True] * 4
+    assert get(rig.store, items(rig, 0, 8)) == [True] * 8
+    rig.store.close()
+    assert not (rig.path / "kvferry").exists()
+    rig.store = open_disk(rig.path, rig.total_bytes)
+    assert rig.store.facts()["objects"] == 0
 
 
 def test_a_machine_that_went_down_starts_empty(rig):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,49 @@ def test_values_that_are_none_of_ours_are_misses(client, server, memory) -> None
     assert all(put(store, items)), "what is there is replaced, of whatever kind"
     assert get(store, blank(memory, items)) == [True] * 7
     store.close()
+
+
+def test_a_huge_value_is_not_read(client, server, memory) -> None:
+    store = opened(server.url, memory)
+    items = filled(memory, 2)
+    assert all(put(store, items))
+    client.set(PREFIX + items[0].key, bytes(64 << 20))
+    before = client.info()["total_net_output_bytes"]
+    assert get(store, blank(memory, items)) == [False, True]
+    assert client.info()["total_net_output_bytes"] - before < 1 << 20
+    store.close()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 400\r\n\r\n", b"$-7\r\n", b"*1\r\n", b""], ids=repr)
+def test_who_speaks_another_protocol_is_away(memory, answer) -> None:
+    """Whatever comes instead of an answer fails the call with the reason, and nothing else."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):  # the listener is closed
+                while True:
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.recv(1 << 20)
+                        peer.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        store = opened(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", memory)
+        items = filled(memory, 2)
+        try:
+            for call in (
+                lambda: get(store, items),
+                lambda: put(store, items),
+                lambda: store.exists([item.key for item in items]),
+                lambda: store.remove([b"k" * 16]),
+            ):
+                with pytest.raises(StoreError):
+                    call()
+        finally:
+            store.close()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def test_what_the_server_forgot_after_it_was_found(client, server, memory) -> None:

@@ -1,6 +1,6 @@
 """Redis or Valkey as a store: one string per object, header and payload together.
 
-Reads are one MGET per call, writes one pipeline of SETs, over one connection per thread. The
+Each call is one pipeline, of GETRANGEs or SETs, over one connection per thread. The
 client's socket deadline is ours, and it retries nothing: a tier that failed is tried again by the
 pipeline. A server without memory refuses single SETs; those objects are not stored, no more.
 """
@@ -68,9 +68,14 @@ class RedisStore:
         """See Store."""
         if not items:
             return []
-        with _told():
-            values = self._client.mget([PREFIX + item.key for item in items])
-        return [_take(item, value) for item, value in zip(items, values, strict=True)]
+        # Not MGET: a value may be of any size, and no more is read than could be ours.
+        asked = [
+            ("GETRANGE", PREFIX + item.key, 0, HEADER_BYTES + item.form.payload_bytes)
+            for item in items
+        ]
+        with _told(), self._connection() as connection:
+            connection.send_packed_command(connection.pack_commands(asked))
+            return [_take(item, _answer(connection)) for item in items]
 
     def put(self, items: Sequence[Item], headers: Sequence[bytes]) -> list[bool]:
         """See Store."""
@@ -78,7 +83,7 @@ class RedisStore:
             return []
         with _told(), self._connection() as connection:
             connection.send_packed_command(self._sets(items, headers))
-            stored = [_stored(connection) for _ in items]
+            stored = [_answer(connection) == b"OK" for _ in items]
         self._refused += stored.count(False)  # out of memory, or read-only
         return stored
 
@@ -180,17 +185,18 @@ def _password(file: str) -> str | None:
         ) from error
 
 
-def _stored(connection: Any) -> bool:
-    """Read the answer to a SET; a refusal of one object is none of the others."""
+def _answer(connection: Any) -> object:
+    """Read the next answer, None for a refusal: the others of the call stand."""
     try:
-        return bool(connection.read_response() == b"OK")
+        answer: object = connection.read_response()
     except redis.ResponseError:
-        return False
+        return None
+    return answer
 
 
 def _take(item: Item, value: object) -> bytes | None:
     """Copy a value into place; one of another length is none of ours, and fails its header."""
-    if not isinstance(value, bytes):
+    if not isinstance(value, bytes) or not value:
         return None
     if len(value) == HEADER_BYTES + item.form.payload_bytes:
         item.payload()[:] = memoryview(value)[HEADER_BYTES:]
