@@ -36,7 +36,8 @@ def sidecar(folder: Path, server: RedisServer) -> Iterator[SidecarUnderTest]:
         "tiers.disk.bytes": "64MiB",
         "tiers.disk.free_bytes_min": 0,
         "tiers.remote.url": server.url,
-        "limits.stage_ms_max": 20_000,
+        "limits.stage_ms_max": 20_000,  # the machine of a test may be slow
+        "limits.store_ms_max": 20_000,
     }
     with running_sidecar(flags=set_flags(settings)) as found:
         yield found

@@ -71,7 +71,7 @@ def test_servers_that_fail_come_back_with_a_fresh_handle(ring: DfkvRing) -> None
 
 
 def test_a_call_that_hangs_keeps_its_slots_and_ends_nothing(ring: DfkvRing) -> None:
-    changes = {"limits__stage_ms_max": 200, "limits__store_ms_max": 500}
+    changes = {"limits__stage_ms_max": 200, "limits__store_ms_max": 3000}
     with over(ring, **changes) as sidecar, client_engine(sidecar.run_dir) as engine:
         engine.put("known")
         wait_stored(sidecar, 3)

@@ -25,7 +25,7 @@ from support.kit import ENABLED, Kit
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
 
-IDLE_MS = 2_500  # a loaded machine may hold heartbeats up for a second
+IDLE_MS = 6_000  # a loaded machine may hold heartbeats up for seconds
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_a_lost_release_heals_with_the_next_heartbeat(
     admission, answer = engine.lease("lost release", 3)
     falls = pipeline(sidecar)["beat_falls"]
     engine.scheduler_half.client.set_live(answer.seq, [admission])
-    until_s = time.monotonic() + 2 * IDLE_MS / 1000
+    until_s = time.monotonic() + 1.5 * IDLE_MS / 1000
 
     def outlived() -> bool:  # heartbeats that name it keep it, past its idle time
         assert pipeline(sidecar)["leases"] == 1

@@ -85,7 +85,7 @@ def test_an_owner_that_dies_is_a_miss(master: MooncakeMaster) -> None:
 
 
 def test_a_master_that_hangs_or_dies_costs_a_miss(master: MooncakeMaster) -> None:
-    changes = {"limits__stage_ms_max": 200, "limits__store_ms_max": 500}
+    changes = {"limits__stage_ms_max": 200, "limits__store_ms_max": 3000}
     with (
         started(master.url, tiers__remote__segment_bytes="64MiB", **changes) as sidecar,
         client_engine(sidecar.run_dir) as engine,

@@ -23,8 +23,8 @@ LIMITS = {
     "tombstones_max": 512,
     "jobs_max": 64,
     "fence_ms_max": 30_000,
-    "hello_ms_max": 3_000,
-    "lease_idle_ms_max": 2_000,
+    "hello_ms_max": 6_000,
+    "lease_idle_ms_max": 5_000,
     "outcomes_unacked_max": 256,
     "admissions_max": 1_024,
 }

@@ -111,7 +111,11 @@ def test_a_flush_counts_what_waits_and_tries_a_paused_tier_at_once():
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory):
-    settings = {"tiers.disk.paths": tmp_path_factory.mktemp("disk"), "tiers.disk.bytes": 32 << 20}
+    settings = {
+        "tiers.disk.paths": tmp_path_factory.mktemp("disk"),
+        "tiers.disk.bytes": 32 << 20,
+        "limits.store_ms_max": 20_000,  # the machine of a test may be slow
+    }
     with running_sidecar(pool_bytes=8 << 20, flags=set_flags(settings)) as running:
         yield running
 

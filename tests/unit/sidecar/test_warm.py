@@ -117,6 +117,7 @@ def test_a_list_of_one_pool_warms_the_next(told, tmp_path) -> None:
         "tiers.disk.paths": tmp_path,
         "tiers.disk.bytes": "64MiB",
         "tiers.disk.free_bytes_min": 0,
+        "limits.store_ms_max": 20_000,  # the machine of a test may be slow
     }
     with (
         running_sidecar(pool_bytes=8 << 20, flags=set_flags(settings)) as sidecar,
