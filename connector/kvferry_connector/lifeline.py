@@ -90,6 +90,7 @@ class Lifeline:
         self._stopping = self._parting = False
         self._leave_by_s = math.inf
         self._protocol = 0
+        self._mute_epoch = 0  # of the last sidecar that had our Bye and answers none
         self._thread: threading.Thread | None = None
         self._stream: AttachStream | None = None
         self._inbox: deque[attach.ToPeer] = deque()
@@ -150,6 +151,9 @@ class Lifeline:
                 try:
                     if self.loan.back:
                         self._slumber()
+                        continue
+                    if self.loan.asleep and self._mute_epoch in self.unproven:
+                        self._rest(backoff_s_max)  # only its end tells that it has nothing
                         continue
                     self._attach()
                     attached, backoff_s = True, backoff_s_min
@@ -361,6 +365,8 @@ class Lifeline:
         self.published = self._registered = None
         self._parting = True
         stream.send(attach.Bye())
+        if self._protocol < LEFT_SINCE:
+            self._mute_epoch = self._epoch
         if self._epoch not in self.loan.lent or self._protocol < LEFT_SINCE:
             raise _DetachedError("the engine leaves")
 

@@ -181,8 +181,8 @@ class _Server:
         pidfd = os.memfd_create("no pidfd") if self.options.no_pidfd else os.pidfd_open(os.getpid())
         identity = b"half-%d" % peer.generation
         peer.say(
-            attach.Welcome(PROTOCOL_MAX, self.options.epoch, peer.generation, self.endpoint,
-                           identity, self.options.heartbeat_ms), (pidfd,)
+            attach.Welcome(self.options.protocol, self.options.epoch, peer.generation,
+                           self.endpoint, identity, self.options.heartbeat_ms), (pidfd,)
         )  # fmt: skip
         os.close(pidfd)
 
@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--no-pidfd", action="store_true")
     parser.add_argument("--keeps-memory", action="store_true")
+    parser.add_argument("--protocol", type=int, default=PROTOCOL_MAX)
     _Server(parser.parse_args()).run()
 
 

@@ -104,10 +104,11 @@ class Probes:
         shape = self._core.shape(peer.session)
         for number in release.admissions:
             admission = self._core.admissions.get(life, number)
-            if admission is not None and shape is not None and not admission.leased:
-                # Wanted again, though the engine had it itself and took no lease.
+            if admission is not None and shape is not None:
+                # Used until now. A save that is still to come finds its admission forgotten.
                 refresh(self._core.pool, shape, admission.keys)
-                self._count_unasked(peer.session, shape, admission, now_s)
+                if not admission.leased:
+                    self._count_unasked(peer.session, shape, admission, now_s)
             self._core.journal.released(peer.session, number, now_s)
             self._core.admissions.drop(life, number)
             self._core.leases.drop_unowned(LeaseKey(life, number))

@@ -16,6 +16,7 @@ from kvferry_connector.config import FerryConfig
 from kvferry_connector.lifeline import Lifeline, unproven_epochs_max
 from kvferry_connector.log import LOGGER
 from kvferry_connector.wire import attach
+from kvferry_connector.wire.version import LEFT_SINCE
 from msgspec.structs import replace
 from support.clients import ENGINE, RANK, SCHEDULER, Attach, Serve, ready_link
 from support.mini_sidecar import MiniSidecar
@@ -257,6 +258,31 @@ def test_nothing_is_lent_before_the_former_is_back(
         sidecar = serve(2)
         ready_link(client, 2)
     assert serials(sidecar)[-1] == 2
+
+
+def test_a_sidecar_that_answers_no_bye_is_left_alone_until_it_ends(
+    serve: Serve, client_for: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made before that answer, so attaching again would tell no more."""
+    monkeypatch.setattr(lifeline, "backoff_s_max", 0.02)
+    rests, rest = [0], Lifeline._rest
+
+    def counted(self: Lifeline, backoff_s: float) -> None:
+        rests[0] += 1
+        rest(self, backoff_s)
+
+    sidecar = serve(1, "--keeps-memory", "--protocol", str(LEFT_SINCE - 1))
+    client = client_for(WORKER, RANK)
+    ready_link(client, 1)
+    assert not client.withdraw(0.05)
+    monkeypatch.setattr(Lifeline, "_rest", counted)
+    wait_until(lambda: rests[0] > 30, "it had time to attach again")
+    assert len(sidecar.events("hello")) == 1
+    client.lend(SECOND, ())
+    sidecar.kill()
+    sidecar = serve(2)
+    ready_link(client, 2)
+    assert serials(sidecar) == [2]
 
 
 def test_a_sleep_before_the_last_wake_was_obeyed_counts(serve: Serve, client_for: Attach) -> None:

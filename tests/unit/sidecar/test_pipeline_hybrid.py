@@ -173,3 +173,16 @@ def test_windows_of_a_local_hit_are_refreshed_with_the_prefix():
     save(bed, engine, 3, 2 * BLOCK + 1)
     probe(bed, engine, 2, 1, 200)
     assert hit(bed, engine, 2, 200) == 192
+
+
+def test_a_prefix_is_in_use_until_its_request_ends():
+    """What it saves last comes after its release, and cannot say which prefix it belongs to."""
+    bed, engine = Bed(slots=8), make_engine(kinds=[FULL], num_blocks=1000)
+    save(bed, engine, 1, 4 * BLOCK)
+    probe(bed, engine, 1, 1, 4 * BLOCK + 1)
+    assert hit(bed, engine, 1, 4 * BLOCK + 1) == 4 * BLOCK
+    save(bed, engine, 2, 4 * BLOCK)
+    bed.say(engine.scheduler, Release([1]))
+    save(bed, engine, 3, 4 * BLOCK)
+    probe(bed, engine, 2, 1, 4 * BLOCK + 1)
+    assert hit(bed, engine, 2, 4 * BLOCK + 1) == 4 * BLOCK, "what ended before it went instead"
