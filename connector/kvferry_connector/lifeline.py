@@ -89,8 +89,7 @@ class Lifeline:
         self._said = ""
         self._stopping = self._parting = False
         self._leave_by_s = math.inf
-        self._protocol = 0
-        self._mute_epoch = 0  # of the last sidecar that had our Bye and answers none
+        self._protocol = self._mute_epoch = 0  # the latter: who has our Bye and does not answer it
         self._thread: threading.Thread | None = None
         self._stream: AttachStream | None = None
         self._inbox: deque[attach.ToPeer] = deque()
@@ -280,10 +279,9 @@ class Lifeline:
         if stream is None or stream.unsent:
             self.counts["heartbeats_skipped"] += 1  # a stopped sidecar; silent() tells
             return
-        as_of, live = self.live
         self._beats += 1
         acks = self.acks.take(ids_max)
-        stream.send(attach.Heartbeat(self._beats, as_of, live, acks, self.token_ns))
+        stream.send(attach.Heartbeat(self._beats, *self.live, acks, self.token_ns))
 
     def _handle(self, message: attach.ToPeer) -> None:
         link = self.published
@@ -365,9 +363,8 @@ class Lifeline:
         self.published = self._registered = None
         self._parting = True
         stream.send(attach.Bye())
-        if self._protocol < LEFT_SINCE:
-            self._mute_epoch = self._epoch
         if self._epoch not in self.loan.lent or self._protocol < LEFT_SINCE:
+            self._mute_epoch = self._epoch
             raise _DetachedError("the engine leaves")
 
     def _detach(self, state: str, reason: str, refused: attach.Refused | None = None) -> None:
