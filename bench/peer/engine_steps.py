@@ -23,11 +23,10 @@ class Steps(PeerEngine):
         """
         for number in range(running):
             self.begin(self.tokens(seed + number, 40), 8000)
+        scheduler = self.engine._scheduler
+        self.step_until(lambda: len(scheduler.running) == running, f"{running} requests run")
         for _ in range(WARM_STEPS):
             self.engine.step()
-        found = len(self.engine._scheduler.running)
-        if found != running:
-            raise RuntimeError(f"{found} of {running} requests run")
         result = self._whole(steps)
         if self.scheduler is not None:
             self.watch()
