@@ -167,9 +167,9 @@ class Bed:
         self._say(engine.scheduler, message, [hashes])
         return number
 
-    def ask(self, engine: Engine, admission: int) -> int:
+    def ask(self, engine: Engine, admission: int, most: int = 1 << 30) -> int:
         """Take the lease; return the tokens of the hit."""
-        self._say(engine.scheduler, Ask(admission, 1, 0, 1 << 30))
+        self._say(engine.scheduler, Ask(admission, 1, 0, most))
         answer = self._sent[-1]
         assert isinstance(answer, Answer)
         return answer.hit_tokens
@@ -178,11 +178,11 @@ class Bed:
         """The request has ended."""
         self._say(engine.scheduler, Release([admission]))
 
-    def save(self, engine: Engine, hashes: bytes) -> None:
+    def save(self, engine: Engine, hashes: bytes, admission: int = 0) -> None:
         """Save all chunks on every rank."""
         chunks = len(hashes) // HASH_BYTES
         job = SaveJob(
-            self._number(), engine.session.life, NO_VERSION, "request", 0, 1,
+            self._number(), engine.session.life, NO_VERSION, "request", admission, 1,
             0, chunks * BLOCK_TOKENS, 0, HASH_BYTES, [TableSlice(0, 0, chunks)],
         )  # fmt: skip
         self._run(engine, job, [_blocks(chunks), hashes])

@@ -1,133 +1,203 @@
-"""What operators see costs the sidecar: CPU of `kvferry serve` with and without it.
+"""What operators see costs the sidecar, in instructions of its control loop (by callgrind).
 
-Two real sidecars, spoken to by raw halves over the real sockets, turn by turn; each round is one
-request that hits and loads and one that misses and saves. The figure is the median of the ratios of
-two turns that follow each other. Without: the journal keeps nothing and histograms count nothing.
+Each round is one request that hits and loads and one that misses and saves, of 1,024 tokens. The
+whole is what the loop's thread of a real `kvferry serve` executes for a request, spoken to by raw
+halves over the real sockets. What is seen costs the difference between two runs of the pipeline in
+one process (bench/bed.py), where nothing depends on time: with journal, records, curve, residence
+and histograms, and without. The loop's own histograms and a reading of everything once a second
+are added. Instructions of the kernel are not counted, so the share of the time is less.
 """
 
 from __future__ import annotations
 
-import contextlib
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 from kvferry_demo.processes import Child, in_environment, new_pool_name, unlink_pool
-from kvferry_sidecar import pipeline
 from kvferry_sidecar.cli.api import Api
 from kvferry_sidecar.errors import NoSidecarError
-from kvferry_sidecar.outcomes.histogram import Histogram
-from kvferry_sidecar.stages.journal import Journal
 
 import bench.halves as halves
 from bench.common import Figure, at_most, bench_main, cpu_s, plain
 
 CHUNKS = 64  # of a request: 1,024 tokens
 POOL_BYTES = 16 << 20
-ROUNDS = 10  # of a turn
+WARM_ROUNDS = 100
+OBSERVED = 5000
+START_S = 300.0  # under valgrind
 GOAL_PERCENT = 2.0
-MODES = ("unseen", "seen")
+CHILD = (sys.executable, "-m", "bench.observe_child")
 
 
 def run(quick: bool) -> dict[str, object]:
-    """Return the share of what operators see, in percent of the sidecar's CPU under this load."""
-    turns = 20 if quick else 300
-    with contextlib.ExitStack() as stack:
-        loads = {mode: Load(*stack.enter_context(_serving(mode))) for mode in MODES}
-        spent: dict[str, list[float]] = {mode: [] for mode in MODES}
-        for _ in range(turns + 2):
-            for mode in MODES:
-                spent[mode].append(loads[mode].turn())
-        for load in loads.values():
-            load.engine.close()
-    usual = {mode: median(seconds) / ROUNDS / 2 * 1e6 for mode, seconds in spent.items()}
-    pairs = zip(spent["seen"], spent["unseen"], strict=True)
-    percent = (median(seen / unseen for seen, unseen in pairs) - 1) * 100
+    """Return the share of what operators see, in percent of the loop's instructions."""
+    if shutil.which("vgdb") is None:
+        raise RuntimeError("valgrind is not installed (Debian package valgrind): it counts")
+    rounds = 20 if quick else 200
+    pipeline = {mode: _alone(mode, rounds) for mode in ("unseen", "seen", "no-samples", "reading")}
+    loop = _loop(rounds)
+    reading = pipeline["reading"] - pipeline["seen"]  # of one per request
+    histograms = _alone("observe", OBSERVED) * 2 * loop["observed"]
+    each = pipeline["seen"] - pipeline["unseen"]
+    parts = {
+        "journal, records, histograms of jobs": pipeline["no-samples"] - pipeline["unseen"],
+        "capacity curve and residence": pipeline["seen"] - pipeline["no-samples"],
+        "histograms of turns and messages": histograms,
+        "a reading once a second": reading * loop["cpu_s"],
+    }
+    share = 100 * (each + histograms + reading * loop["cpu_s"]) / loop["instructions"]
     figures: list[Figure] = [
-        at_most("journal, records and histograms", percent, "% of CPU", GOAL_PERCENT),
-        *(plain(f"CPU, {mode}", us, "us per request") for mode, us in usual.items()),
+        at_most("what operators see", share, "% of the loop's instructions", GOAL_PERCENT),
+        plain("the loop", loop["instructions"], "instructions per request"),
+        *(plain(name, count, "instructions per request") for name, count in parts.items()),
     ]
-    return {"figures": figures, "turns": turns, "rounds": ROUNDS}
+    return {"figures": figures, "rounds": rounds}
 
 
-@contextmanager
-def _serving(mode: str) -> Iterator[tuple[Path, int]]:
-    """Yield run directory and process id of a sidecar."""
-    pool = new_pool_name("bench")
+# --- the pipeline alone ---------------------------------------------------------------------------
+
+
+def _alone(mode: str, rounds: int) -> float:
+    """Return instructions per request of the pipeline alone, which does the same every time."""
     with tempfile.TemporaryDirectory(prefix="kvf-") as folder:
-        run_dir = Path(folder) / "run"
-        run_dir.mkdir(mode=0o700)
-        command = [
-            *(sys.executable, "-m", "bench.observe", mode, "serve", "--run-dir", str(run_dir)),
-            *("--pool-name", pool, "--pool-bytes", str(POOL_BYTES), "--http-listen", ""),
-        ]
-        try:
-            with Child(in_environment({}, command), Path(folder) / "log") as child:
-                halves.wait_until(lambda: _answers(run_dir), "the sidecar answers")
-                yield run_dir, child.pid
-        finally:
-            unlink_pool(pool)
+        counter = Counter(Path(folder))
+        command = counter.command([*CHILD, mode, str(WARM_ROUNDS), str(rounds)])
+        environment = in_environment({"PYTHONHASHSEED": "0"}, command)
+        with Child(environment, Path(folder) / "log", pipes=True) as child:
+
+            def step() -> None:
+                """Have the child take its next step, and wait for its end."""
+                assert child.process.stdin is not None
+                assert child.process.stdout is not None
+                child.process.stdin.write(b"go\n")
+                child.process.stdin.flush()
+                if child.process.stdout.readline() != b"done\n":
+                    raise RuntimeError(f"{mode}: {child.tail()}")
+
+            step()
+            return counter.counted(child.pid, step) / rounds / 2
 
 
-def _answers(run_dir: Path) -> bool:
-    try:
-        return bool(Api(run_dir).get("status"))
-    except NoSidecarError:
-        return False
+# --- the loop -------------------------------------------------------------------------------------
 
 
-class Load:
-    """One engine at one sidecar."""
+def _loop(rounds: int) -> dict[str, float]:
+    """Return what a real sidecar's loop does per request: instructions, values it observes, CPU.
 
-    def __init__(self, run_dir: Path, pid: int) -> None:
-        self._pid = pid
-        self._seed = 1
-        self.engine = halves.RawEngine(run_dir, groups=1, ranks=1, chunks=CHUNKS)
+    CPU is measured on another one, which nobody counts.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvf-") as folder:
+        counter = Counter(Path(folder))
+        with _Serving(Path(folder), counter.command) as load:
+            load.rounds(WARM_ROUNDS // 10)
+            before = load.observed()
+            count = counter.counted(load.pid, lambda: load.rounds(rounds))
+            observed = load.observed() - before
+    with tempfile.TemporaryDirectory(prefix="kvf-") as folder, _Serving(Path(folder), list) as load:
+        load.rounds(WARM_ROUNDS)
+        before_s = cpu_s(load.pid)
+        load.rounds(rounds)
+        used_s = cpu_s(load.pid) - before_s
+    each = {"instructions": count, "observed": observed, "cpu_s": used_s}
+    return {name: value / rounds / 2 for name, value in each.items()}
+
+
+class _Serving:
+    """A sidecar, and one engine at it."""
+
+    def __init__(self, folder: Path, counted: Callable[[list[str]], list[str]]) -> None:
+        self._run_dir = folder / "run"
+        self._run_dir.mkdir(mode=0o700)
+        self._pool = new_pool_name("bench")
+        command = counted([
+            *CHILD, "serve", "--run-dir", str(self._run_dir), "--pool-name", self._pool,
+            "--pool-bytes", str(POOL_BYTES), "--http-listen", "",
+        ])  # fmt: skip
+        self._child = Child(in_environment({}, command), folder / "log")
+        self._seed = 0
+
+    def __enter__(self) -> _Serving:
+        self._child.__enter__()
+        halves.wait_until(self._answers, "the sidecar answers", START_S)
+        self._engine = halves.RawEngine(self._run_dir, groups=1, ranks=1, chunks=CHUNKS)
         self._known = halves.hashes(CHUNKS, seed=0)
-        self.engine.save(self._known)
+        self._engine.save(self._known)
+        return self
 
-    def turn(self) -> float:
-        """Return the sidecar's CPU seconds for ROUNDS rounds."""
-        before_s = cpu_s(self._pid)
-        for _ in range(ROUNDS):
-            self._round()
-        return cpu_s(self._pid) - before_s
+    def __exit__(self, *what: object) -> None:
+        self._engine.close()
+        self._child.__exit__(None, None, None)
+        unlink_pool(self._pool)
 
-    def _round(self) -> None:
-        engine, tokens = self.engine, CHUNKS * halves.BLOCK_TOKENS
-        admission, _ = engine.probe(self._known)
-        if engine.ask(admission, tokens).hit_tokens != tokens:
-            raise RuntimeError("no hit")
-        engine.load(admission, tokens)
-        engine.release(admission)
-        self._seed += 1
-        fresh = halves.hashes(CHUNKS, seed=self._seed)
-        admission, _ = engine.probe(fresh)
-        engine.save(fresh)
-        engine.release(admission)
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def rounds(self, count: int) -> None:
+        """One request that hits and loads, one that misses and saves, so many times."""
+        engine, tokens = self._engine, CHUNKS * halves.BLOCK_TOKENS
+        for _ in range(count):
+            admission, _ = engine.probe(self._known)
+            if engine.ask(admission, tokens).hit_tokens != tokens:
+                raise RuntimeError("no hit")
+            engine.load(admission, tokens)
+            engine.release(admission)
+            self._seed += 1
+            fresh = halves.hashes(CHUNKS, seed=self._seed)
+            admission, _ = engine.probe(fresh)
+            engine.save(fresh)
+            engine.release(admission)
+
+    def observed(self) -> int:
+        """How many values the histograms of turns and messages have."""
+        loop = Api(self._run_dir).get("status")["loop"]
+        readings = [loop["turn_seconds"], *loop["message_seconds"].values()]
+        return sum(sum(one["counts"]) for one in readings)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(Api(self._run_dir).get("status"))
+        except NoSidecarError:
+            return False
 
 
-class Nothing(Journal):
-    """A journal that keeps nothing."""
-
-    def _nothing(self, *_: object, **__: object) -> None: ...
-
-    probed = hinted = answered = refused = unasked = released = opened = settled = _nothing
+# --- counting -------------------------------------------------------------------------------------
 
 
-def _serve(mode: str) -> int:
-    from kvferry_sidecar.cli import main  # noqa: PLC0415 - in the sidecar's process only
+class Counter:
+    """Callgrind over a process: the instructions of its first thread, in user space."""
 
-    if mode == "unseen":
-        pipeline.Journal = Nothing  # what is measured
-        Histogram.observe = lambda *_: None
-    return main(sys.argv[2:])
+    def __init__(self, folder: Path) -> None:
+        self._out = folder / "counted"
+
+    def command(self, command: list[str]) -> list[str]:
+        """Return the command that runs ``command`` so that it can be counted."""
+        return [
+            "valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no",
+            "--separate-threads=yes", f"--callgrind-out-file={self._out}", *command,
+        ]  # fmt: skip
+
+    def counted(self, pid: int, work: Callable[[], None]) -> int:
+        """Return what ``work`` makes the process execute. Raises RuntimeError."""
+        self._say(pid, "instrumentation on")
+        self._say(pid, "zero")
+        work()
+        self._say(pid, "dump")
+        self._say(pid, "instrumentation off")
+        text = Path(f"{self._out}.1-01").read_text()
+        found = re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE)
+        if found is None:
+            raise RuntimeError("callgrind has written no total")
+        return int(found[1])
+
+    def _say(self, pid: int, words: str) -> None:
+        subprocess.run(["vgdb", f"--pid={pid}", *words.split()], check=True, capture_output=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in MODES:
-        sys.exit(_serve(sys.argv[1]))
     bench_main(__doc__, run)

@@ -180,6 +180,7 @@ class Transport:
         except WireError as error:
             self._refuse(peer, "malformed", str(error), _REMEDY_WIRE)
             return
+        peer.last_message_s = now_s
         timed = self._seconds.get(type(message))
         began_s = time.perf_counter() if timed is not None else 0.0
         try:

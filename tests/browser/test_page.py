@@ -76,6 +76,47 @@ def test_every_panel_is_there_and_live(page, address, tmp_path):
     page.screenshot(path=tmp_path / "overview.png", full_page=True)
 
 
+# What an operator looks for: (view, panel, words), in the order of weight.
+WANTED = (
+    ("", "Engines and ranks", "in flight"), ("", "Engines and ranks", "last message"),
+    ("", "Engines and ranks", "memory mapped"), ("", "Hits, in tokens", "from host"),
+    ("", "Why tokens missed", "absent"), ("", "Host pool", "pinned"), ("", "Host pool", "leased"),
+    ("", "Throughput", "save"), ("", "Latency by stage", "load copy"),
+    ("", "Break-even", "computing a token"), ("", "Evictions", "half stayed"),
+    ("", "Failures and refusals", "None since this start."), ("", "Queues", "loads waiting"),
+    ("", "Paths of the bytes", "engines' KV memory"), ("", "Control loop", "p99 of a turn"),
+    ("", "Hottest prefixes", "last use"), ("namespaces", "Held in the pool", "quota"),
+    ("", "Slower tiers", "None is configured."), ("", "Paths of the bytes", "RDMA"),
+    ("", "Paths of the bytes", "pool on NUMA nodes"), ("events", "Events", "session ready"),
+    ("flight", "Slowest jobs", "fence"), ("settings", "Settings in effect", "tiers.host.bytes"),
+    ("actions", "Actions", "pause-saves"), ("actions", "Actions", "log-level"),
+    ("doctor", "Doctor", "Download a support bundle"),
+)  # fmt: skip
+
+
+def test_what_an_operator_looks_for_is_there(page):
+    page.get_by_role("status").get_by_text("1 of 1 engines ready").wait_for()
+    for word in ("kvferry ", "up ", "epoch ", "pid "):
+        page.get_by_role("status").get_by_text(word).first.wait_for()
+    at = ""
+    for view, panel, words in sorted(WANTED):
+        if view != at:
+            page.locator(f'nav a[href="#/{view}"]').click()
+            at = view
+        region = page.get_by_role("region", name=panel, exact=True)
+        region.get_by_text(words).first.wait_for()
+
+
+def test_what_is_not_well_is_said_on_every_view(page, address):
+    act = f"http://{address}/api/v1/actions/"
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    httpx.post(f"{act}pause-saves", headers=headers, json={}).raise_for_status()
+    page.locator('nav a[href="#/settings"]').click()
+    page.get_by_role("status").get_by_text("paused by an operator").wait_for()
+    httpx.post(f"{act}resume-saves", headers=headers, json={}).raise_for_status()
+    page.get_by_role("status").get_by_text("ready", exact=True).wait_for()
+
+
 def test_every_view_opens_by_its_link(page):
     for view in VIEWS:
         page.locator(f'nav a[href="#/{view}"]').click()

@@ -245,6 +245,11 @@ export const Strip = ({ status, trouble }) => (
     <span class={`state state-${trouble ? "bad" : status?.state}`}>{trouble || status.state}</span>
     {status && (
       <>
+        {Object.values(status.degraded ?? {}).map((text) => (
+          <span key={text} class="state-bad">
+            {text}
+          </span>
+        ))}
         <span>kvferry {status.kvferry}</span>
         <span>up {seconds(status.uptime_s)}</span>
         <span>epoch {status.epoch.slice(0, 8)}</span>

@@ -54,32 +54,46 @@ const Work = ({ progress, ended }) => (
   </Panel>
 );
 
-const Ranks = ({ status }) => (
-  <Panel title="Engines and ranks" wide>
-    <Table
-      empty="No engine is attached. Engines attach by themselves; see docs: When hits are missing."
-      columns={["engine", "half", "state", "pid", "tp/pp", "generation", "last beat", "memory mapped", "in", "namespace"]}
-      rows={status.sessions.flatMap((session) => [
-        ...session.halves.map((half) => [
-          name_of(session),
-          half.rank < 0 ? "scheduler" : `rank ${half.rank}`,
-          (session.ready ? "ready" : half.registered ? "registered" : "attached") +
-            (half.connected ? "" : ", disconnected"),
-          half.pid,
-          session.identity.tp_size ? `${session.identity.tp_size}/${session.identity.pp_size ?? 1}` : "–",
-          half.generation,
-          `${seconds(half.beat_age_s)} ago`,
-          half.memory_bytes ? bytes(half.memory_bytes) : "–",
-          half.memory || "–",
-          session.namespace.slice(0, 12),
-        ]),
-        ...session.ranks
-          .filter((rank) => !session.halves.some((half) => half.rank === rank))
-          .map((rank) => [name_of(session), `rank ${rank}`, <span class="verdict-fail">missing</span>, "–", "–", "–", "–", "–", "–", "–"]),
-      ])}
-    />
-  </Panel>
-);
+// Rank 1 of 4 in tensor parallel, and so on where there is more than one stage.
+const place = ({ identity }, half) => {
+  const sizes = [["tp", identity.tp_size], ["pp", identity.pp_size], ["dcp", identity.dcp_size]];
+  const told = sizes.map(([name, size], i) => [name, size, half.position?.[i]]).filter(([name, size, at]) => at != null && (name === "tp" ? size : size > 1));
+  return told.map(([name, size, at]) => `${name} ${at} of ${size}`).join(", ") || "–";
+};
+
+const Ranks = ({ status }) => {
+  const { data: jobs, error } = usePoll("jobs", 2000);
+  const in_flight = (engine, rank) =>
+    (jobs ?? []).filter((job) => job.engine === engine && job.ranks.some((one) => one.rank === rank && !["ended", "absent", "missing"].includes(one.state))).length;
+  return (
+    <Panel title="Engines and ranks" wide note={error}>
+      <Table
+        empty="No engine is attached. Engines attach by themselves; see docs: When hits are missing."
+        columns={["engine", "half", "state", "place", "in flight", "last message", "last beat", "pid", "generation", "memory mapped", "in", "namespace"]}
+        rows={status.sessions.flatMap((session) => [
+          ...session.halves.map((half) => [
+            name_of(session),
+            half.rank < 0 ? "scheduler" : `rank ${half.rank}`,
+            (session.ready ? "ready" : half.registered ? "registered" : "attached") +
+              (half.connected ? "" : ", disconnected"),
+            place(session, half),
+            half.rank < 0 ? "–" : count(in_flight(name_of(session), half.rank)),
+            half.message_age_s == null ? "–" : `${seconds(half.message_age_s)} ago`,
+            `${seconds(half.beat_age_s)} ago`,
+            half.pid,
+            half.generation,
+            half.memory_bytes ? bytes(half.memory_bytes) : "–",
+            half.memory || "–",
+            session.namespace.slice(0, 12),
+          ]),
+          ...session.ranks
+            .filter((rank) => !session.halves.some((half) => half.rank === rank))
+            .map((rank) => [name_of(session), `rank ${rank}`, <span class="verdict-fail">missing</span>, ...Array(9).fill("–")]),
+        ])}
+      />
+    </Panel>
+  );
+};
 
 const Funnel = ({ pipeline }) => {
   const wanted = pipeline.hit_tokens + pipeline.missed_tokens;
@@ -129,6 +143,7 @@ const Pool = ({ pool, pipeline }) => (
       rows={[
         ["objects", `${count(pool.ready)} of ${count(pool.keys_max)}`],
         ["leased", `${count(pool.leased)} in ${count(pipeline.leases)} leases`],
+        ["pinned", `${count(pool.pinned_hard)} hard (${bytes(pool.pinned_hard_bytes)}), ${count(pool.pinned_soft)} soft`],
         ["being written", count(pool.writing)],
         ["doomed", count(pool.doomed)],
         ["free slabs", `${count(pool.slabs_free)} of ${count(pool.slabs)}`],
@@ -247,8 +262,8 @@ const Evictions = ({ pool, residence, series }) => (
     title="Evictions"
     note={
       total(residence.counts)
-        ? "Stay: from entering the pool to eviction, of one object in 16. A request that misses one says how long ago it went."
-        : "How long objects stay is told once some of this start's have been evicted (one in 16 is watched)."
+        ? "Stay: from entering the pool to eviction, of one object in 64. A request that misses one says how long ago it went."
+        : "How long objects stay is told once some of this start's have been evicted (one in 64 is watched)."
     }
   >
     <Facts

@@ -32,7 +32,10 @@ identity_facts_max = 64  # shown per session
 
 
 class HalfStatus(msgspec.Struct, frozen=True):
-    """One half of an engine. ``beat_age_s``: seconds since its last heartbeat."""
+    """One half of an engine. ``beat_age_s``: seconds since its last heartbeat.
+
+    ``message_age_s``: since its last message about a request or job; None: there was none.
+    """
 
     role: str
     rank: int
@@ -46,6 +49,8 @@ class HalfStatus(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
     payload_bytes: list[int] = []  # this rank's shard of one chunk, per group
     memory: str = ""  # where its KV memory is: "shared memory", "GPU 0"
+    message_age_s: float | None = None
+    position: list[int] = []  # tensor, pipeline and decode context parallel rank
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
@@ -224,6 +229,10 @@ def _half(peer: Peer, now_s: float) -> HalfStatus:
         serial=geometry.serial if geometry else 0,
         memory_bytes=sum(memory.total_bytes for memory in peer.memories.values()),
         payload_bytes=[group.payload_bytes for group in geometry.groups] if geometry else [],
+        message_age_s=(
+            round(max(now_s - peer.last_message_s, 0.0), 3) if peer.last_message_s else None
+        ),
+        position=list(geometry.position) if geometry else [],
         memory=", ".join(sorted({_place(memory) for memory in peer.memories.values()})),
     )
 

@@ -92,20 +92,18 @@ class Records:
     def __init__(self, records_max: int) -> None:
         self._records_max = records_max
         self._ring: OrderedDict[RecordKey, Record] = OrderedDict()
+        self.get = self._ring.get  # (key): one record while it is in the ring; asked per message
         self.dropped = 0
 
     def open(self, key: RecordKey, record: Record) -> Record:
         """Begin a record; the oldest one goes where the ring is full."""
+        if key in self._ring:
+            self._ring.move_to_end(key)
         self._ring[key] = record
-        self._ring.move_to_end(key)
         if len(self._ring) > self._records_max:
             self._ring.popitem(last=False)
             self.dropped += 1
         return record
-
-    def get(self, key: RecordKey) -> Record | None:
-        """Return one record while it is in the ring."""
-        return self._ring.get(key)
 
     def admissions_of(self, life: bytes) -> list[int]:
         """Return the admissions of one scheduler half that are in the ring."""

@@ -76,6 +76,7 @@ class Peer:
     who: Credentials = field(default_factory=lambda: Credentials(0, 0))  # of its process
     connected: bool = True  # the lifeline stream is open (a hint, never a proof)
     last_beat_s: float = 0.0
+    last_message_s: float = 0.0  # on the hot channel; 0: none yet
     registration: RegisterEngine | RegisterRank | None = None  # as last accepted
     # What the memories are, whatever descriptor they came by: buffer -> (device, inode, bytes).
     backing: dict[int, tuple[int, int, int]] = field(default_factory=dict)

@@ -28,6 +28,7 @@ new_max = 64  # lookups and saves that wait to be counted
 new_keys_max = 4096
 
 _NONE = (_ALL, 0)  # behind the last row
+_KEY_BYTES = 16
 
 Keys = NDArray[np.uint8]  # (n, 16)
 _Lookup = tuple[int, tuple[int, int], int]  # tokens of a unit, (local, wanted), of the hit
@@ -79,7 +80,7 @@ class Curve:
         self._inside = [0] * len(SIZES)
         self._carry_bytes = 0
         # Not counted yet: keys in the order of rows, bytes of each, and of what kind of lookup.
-        self._new: list[tuple[Keys, int, _Lookup | None]] = []
+        self._new: list[tuple[bytes, int, _Lookup | None]] = []
         self._new_keys = 0
         self._past, self._before, self._now = _Tally(), _Tally(), _Tally()
         self._window_end_s = 0.0
@@ -111,7 +112,7 @@ class Curve:
         self._carry_bytes += total_bytes
         if len(keys):
             each, self._carry_bytes = divmod(self._carry_bytes, len(keys))
-            self._note(keys[::-1], each, None)  # the head of a prefix is used last, as in the pool
+            self._note(keys, each, None)
 
     def reading(self) -> CurveReading:
         """Return the counts so far."""
@@ -133,7 +134,8 @@ class Curve:
         )
 
     def _note(self, keys: Keys, each_bytes: int, lookup: _Lookup | None) -> None:
-        self._new.append((keys, each_bytes, lookup))
+        # Bytes: to join many small arrays takes NumPy longer than to choose among their keys.
+        self._new.append((keys.tobytes(), each_bytes, lookup))
         self._new_keys += len(keys)
         if len(self._new) >= new_max or self._new_keys >= new_keys_max:
             self._take_in()
@@ -145,24 +147,27 @@ class Curve:
             return
         for _, each_bytes, _ in new:
             self._choose(each_bytes)
-        bits = np.concatenate([keys for keys, _, _ in new]).view("<u8")[:, 1]
-        chosen: Iterator[tuple[int, int]] = enumerate(bits.tolist())
+        bits = np.frombuffer(b"".join([keys for keys, _, _ in new]), "<u8")[1::2]
+        chosen: Iterator[tuple[int, int]]
         if self._threshold < _ALL:
-            rows = np.flatnonzero(bits < np.uint64(self._threshold))
+            rows = (bits < np.uint64(self._threshold)).nonzero()[0]
             chosen = zip(rows.tolist(), bits[rows].tolist(), strict=True)
+        else:
+            chosen = enumerate(bits.tolist())
         row, key = next(chosen, _NONE)
         begin = 0
         for keys, each_bytes, lookup in new:
+            end = begin + len(keys) // _KEY_BYTES
             followed = []
-            while row < begin + len(keys):
+            while row < end:
                 if key < self._threshold:  # which may have fallen meanwhile
                     followed.append((row - begin, key))
                 row, key = next(chosen, _NONE)
-            begin += len(keys)
+            begin = end
             if followed and lookup is not None:
                 self._look_up(followed, each_bytes, lookup)
-            elif followed:
-                self._use([(key, each_bytes) for _, key in followed])
+            elif followed:  # the head of a prefix is used last, as in the pool
+                self._use([(key, each_bytes) for _, key in reversed(followed)])
 
     def _look_up(self, followed: list[tuple[int, int]], each_bytes: int, lookup: _Lookup) -> None:
         """Count the misses among followed (row, key) of a request, then use what there is."""

@@ -32,6 +32,7 @@ class Journal:
     def __init__(self, pool: HostTier, limits: Limits) -> None:
         self._pool = pool
         self.records = Records(limits.records_max)
+        self._record = self.records.get
         self.prefixes = Prefixes()
         self.namespaces = Namespaces()
         self.hit_tokens: Counter[str] = Counter()  # by tier
@@ -60,7 +61,7 @@ class Journal:
         """Hashes of a request came; ``declined``: they were not taken."""
         session = peer.session
         key = (session.life, probe.admission)
-        record = self.records.get(key) if probe.start else None
+        record = self._record(key) if probe.start else None
         if record is None:
             request = probe.request[:request_chars_max]
             record = Record(session.key, request, probe.admission, now_s, probe.num_tokens)
@@ -76,7 +77,7 @@ class Journal:
         now_s: float,
     ) -> None:  # fmt: skip
         """The hint of a probe went out; one of nothing is explained now, while it is known."""
-        record = self.records.get((peer.session.life, probe.admission))
+        record = self._record((peer.session.life, probe.admission))
         shape, admission = found
         if not admission.hint_tokens:  # nobody may ask, and its saves are stored when it ends
             self._sample(shape, admission, (0, longest_tokens(shape, admission)), 0, now_s)
@@ -97,7 +98,7 @@ class Journal:
 
     def held(self, session: Session, admission: int, now_s: float) -> None:
         """An ask waits for slower tiers."""
-        record = self.records.get((session.life, admission))
+        record = self._record((session.life, admission))
         if record is not None and not record.held_s:
             record.held_s = now_s
 
@@ -106,7 +107,7 @@ class Journal:
         *, now_s: float, first: bool,
     ) -> None:  # fmt: skip
         """An ask was answered by what is stored; ``first``: of this admission."""
-        record = self.records.get((session.life, ask.admission))
+        record = self._record((session.life, ask.admission))
         reached = max(ask.local_tokens, answer.hit_tokens)
         if record is not None:
             record.asks += 1
@@ -134,14 +135,14 @@ class Journal:
 
     def refused(self, session: Session, admission: int, reason: Reason, now_s: float) -> None:
         """An ask was answered 0 for another reason than what is stored."""
-        record = self.records.get((session.life, admission))
+        record = self._record((session.life, admission))
         if record is not None:
             record.asks += 1
             record.why, record.answer_s = Why(reason), now_s
 
     def unasked(self, session: Session, shape: SessionShape, admission: Admission) -> None:
         """A request ended at its hint of nothing."""
-        record = self.records.get((session.life, admission.number))
+        record = self._record((session.life, admission.number))
         why = record.why if record is not None else NO_WHY
         self._missed(record, why, longest_tokens(shape, admission), whole=True)
 
@@ -156,7 +157,7 @@ class Journal:
 
     def released(self, session: Session, admission: int, now_s: float) -> None:
         """The engine needs nothing more of this admission."""
-        record = self.records.get((session.life, admission))
+        record = self._record((session.life, admission))
         if record is not None and not record.ended_s:
             record.ended_s = now_s
 
@@ -198,7 +199,7 @@ class Journal:
     def opened(self, run: JobRun, now_s: float) -> None:
         """A job was taken from its first rank."""
         if run.work.kind == "load":
-            record = self.records.get((run.job.life, run.job.admission))
+            record = self._record((run.job.life, run.job.admission))
             if record is not None:
                 record.load, record.load_s = "open", now_s
 
@@ -207,7 +208,7 @@ class Journal:
         job, work = run.job, run.work
         end = _end_of(run)
         done = end.status == JobStatusName.DONE
-        record = self.records.get((job.life, job.admission))
+        record = self._record((job.life, job.admission))
         if isinstance(job, LoadJob):
             tokens = job.total_tokens - job.local_tokens
             self.load_tokens[end.status] += tokens
@@ -246,5 +247,5 @@ def _end_of(run: JobRun) -> JobEnd:
 
 def longest_tokens(shape: SessionShape, admission: Admission) -> int:
     """Return the longest hit that a request of this length can have."""
-    align = shape.rules.hit_alignment
+    align = shape.hit_alignment
     return (admission.num_tokens - 1) // align * align

@@ -38,7 +38,9 @@ class SessionShape:
     groups: tuple[GroupShape, ...]
     rules: Rules
     _stored: tuple[GroupShape, ...] = field(init=False)  # asked for several times a message
-    _whole: tuple[int, ...] = field(init=False)
+    # Places among the stored groups of those whose every unit a hit needs.
+    whole: tuple[int, ...] = field(init=False)
+    hit_alignment: int = field(init=False)  # tokens that every hit is a multiple of
     group_ids: frozenset[int] = field(init=False)
     # One unit of what hits count by: tokens, of the first group of ``whole``; bytes, of all.
     whole_unit: tuple[int, int] = field(init=False)
@@ -52,7 +54,8 @@ class SessionShape:
             if group.kind in FULL_FAMILY and group.unit_tokens == group.block_tokens
         )
         object.__setattr__(self, "_stored", stored)
-        object.__setattr__(self, "_whole", whole)
+        object.__setattr__(self, "whole", whole)
+        object.__setattr__(self, "hit_alignment", self.rules.hit_alignment)
         unit_bytes = sum(stored[one].stripe.payload_bytes for one in whole)
         unit_tokens = stored[whole[0]].unit_tokens if whole else 0
         object.__setattr__(self, "whole_unit", (unit_tokens, unit_bytes))
@@ -70,11 +73,6 @@ class SessionShape:
     def stored_groups(self) -> tuple[GroupShape, ...]:
         """Groups that have objects at all."""
         return self._stored
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """Places among the stored groups of those whose every unit a hit needs."""
-        return self._whole
 
 
 def form_of(stripe: StripeShape) -> Form:

@@ -103,7 +103,7 @@ def why_short(
         chunks = pool.prefix(keys[at])
         if run < 0 or chunks * stored[at].block_tokens < held_tokens:
             held_tokens, run, place = chunks * stored[at].block_tokens, chunks, at
-    align = shape.rules.hit_alignment
+    align = shape.hit_alignment
     reach_tokens = min(held_tokens, wanted_tokens) // align * align
     if reach_tokens > hit_tokens or place < 0:
         return _later_boundary(shape, hit_tokens, reach_tokens)
