@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvferry_connector.wire.attach import CudaMemory
@@ -55,7 +56,7 @@ class CudaError(Exception):
 
 
 class Driver:
-    """The driver library. Every method makes its calls with a context bound on this thread."""
+    """The driver library. It binds no context by itself: calls are made inside ``on``."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         """Load the library. Raises CudaError where there is none."""
@@ -63,17 +64,45 @@ class Driver:
             self._library = ctypes.CDLL(library)
         except OSError as error:
             raise CudaError(f"{library} cannot be loaded ({error}): is the driver here?") from error
+        self._contexts: dict[int, int | None] = {}
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Have this device's context current in the block, and what was before it after it.
+
+        Raises CudaError.
+        """
+        before = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(before))
+        if device not in self._contexts:
+            self._contexts[device] = self._primary(device)
+        context = self._contexts[device]
+        if before.value == context:
+            yield
+            return
+        self.call("cuCtxSetCurrent", ctypes.c_void_p(context))
+        try:
+            yield
+        finally:
+            self.call("cuCtxSetCurrent", before)
+
+    def _primary(self, device: int) -> int | None:
+        """Return the context that torch holds: a hold of ours would keep it alive after torch."""
+        ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuDeviceGet", ctypes.byref(ordinal), device)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+        self.call("cuDevicePrimaryCtxRelease_v2", ordinal)
+        return context.value
 
     def export(self, address: int, device: int, total_bytes: int = 1) -> CudaMemory:
         """Return how to open the allocation around a buffer on the device of this ordinal.
 
-        Without a handle in it, ``export_fd`` gives the descriptor that opens it. Raises CudaError:
-        there is neither, or a call failed.
+        Inside ``on`` it. Without a handle in it, ``export_fd`` gives the descriptor that opens it.
+        Raises CudaError: there is neither, or a call failed.
         """
         handle, uuid = (ctypes.c_ubyte * HANDLE_BYTES)(), (ctypes.c_ubyte * _UUID_BYTES)()
         ordinal = ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(ordinal), device)
-        self._bind(ordinal)
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         pointer = ctypes.c_uint64(address)
         self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
@@ -96,7 +125,7 @@ class Driver:
     def export_fd(self, address: int) -> int:
         """Return a descriptor of virtual memory, which keeps it until it is closed.
 
-        On the thread of ``export``. Raises CudaError.
+        Inside ``on`` its device. Raises CudaError.
         """
         handle, fd = ctypes.c_uint64(), ctypes.c_int(-1)
         self.call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(address))
@@ -107,18 +136,6 @@ class Driver:
             self.call("cuMemRelease", handle)
         os.set_inheritable(fd.value, False)
         return fd.value
-
-    def _bind(self, ordinal: ctypes.c_int) -> None:
-        """Bind the primary context if this thread has none: the driver never does it by itself."""
-        context = ctypes.c_void_p()
-        self.call("cuCtxGetCurrent", ctypes.byref(context))
-        if not context.value:
-            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
-            # torch holds it anyway: ours would keep it alive after torch lets go.
-            try:
-                self.call("cuCtxSetCurrent", context)
-            finally:
-                self.call("cuDevicePrimaryCtxRelease_v2", ordinal)
 
     def _by_handle(self, pointer: ctypes.c_uint64) -> bool:
         """Whether the memory has a handle; False: a descriptor. Raises CudaError for neither."""
@@ -148,29 +165,36 @@ class Driver:
 class StreamWords:
     """The words of a fence page, written by a GPU when its stream has come so far.
 
-    ``stream`` returns the handle of the stream on which the engine's step runs. Raises CudaError
-    when the driver refuses: without these words nothing may be copied.
+    ``stream`` returns the handle of the stream of ``device`` on which the engine's step runs. A
+    default stream has no handle but 0, on any device. Raises CudaError when the driver refuses:
+    without these words nothing may be copied.
     """
 
-    def __init__(self, driver: Driver, page_address: int, stream: Callable[[], int]) -> None:
-        self._driver, self._stream = driver, stream
+    def __init__(
+        self, driver: Driver, page_address: int, stream: Callable[[], int], device: int
+    ) -> None:
+        self._driver, self._stream, self._device = driver, stream, device
         self._page = ctypes.c_void_p(page_address)
         page_bytes = ctypes.c_size_t(FENCE_PAGE_BYTES)
-        driver.call("cuMemHostRegister_v2", self._page, page_bytes, _PORTABLE_AND_MAPPED)
         device_page = ctypes.c_uint64()
-        try:
-            driver.call("cuMemHostGetDevicePointer_v2", ctypes.byref(device_page), self._page, 0)
-            self._device_page = device_page.value
-            self.write(0, 0)  # attributes of a device do not tell whether this works
-        except CudaError:
-            self.close()
-            raise
+        with driver.on(device):
+            driver.call("cuMemHostRegister_v2", self._page, page_bytes, _PORTABLE_AND_MAPPED)
+            try:
+                found = ctypes.byref(device_page)
+                driver.call("cuMemHostGetDevicePointer_v2", found, self._page, 0)
+                self._device_page = device_page.value
+                self.write(0, 0)  # attributes of a device do not tell whether this works
+            except CudaError:
+                self.close()
+                raise
 
     def write(self, offset: int, value: int) -> None:
         """Store ``value`` at a byte offset of the page once all earlier work has ended."""
         stream, word = ctypes.c_void_p(self._stream()), ctypes.c_uint64(self._device_page + offset)
-        self._driver.call("cuStreamWriteValue64_v2", stream, word, ctypes.c_uint64(value), 0)
+        with self._driver.on(self._device):
+            self._driver.call("cuStreamWriteValue64_v2", stream, word, ctypes.c_uint64(value), 0)
 
     def close(self) -> None:
         """Give the page back to the host. Raises CudaError."""
-        self._driver.call("cuMemHostUnregister", self._page)
+        with self._driver.on(self._device):
+            self._driver.call("cuMemHostUnregister", self._page)

@@ -105,8 +105,9 @@ class KvMemory:
     def _export(self, ordinal: int, address: int, total_bytes: int) -> Buffer:
         self._check_room()
         self.driver, self.device = self.driver or Driver(), ordinal
-        cuda = self.driver.export(address, ordinal, total_bytes)
-        fd = None if cuda.handle else self.driver.export_fd(address)
+        with self.driver.on(ordinal):
+            cuda = self.driver.export(address, ordinal, total_bytes)
+            fd = None if cuda.handle else self.driver.export_fd(address)
         buffer = Buffer(self._number(), fd, address, total_bytes, cuda)
         self._buffers.append(buffer)
         return buffer
@@ -243,10 +244,10 @@ class FencePage:
         self._words = memoryview(self._mapping).cast("Q")
         self._of_stream: StreamWords | None = None
 
-    def follow(self, driver: Driver, stream: Callable[[], int]) -> None:
-        """Have ``stream()`` store the words from now on. Raises CudaError when it cannot."""
+    def follow(self, driver: Driver, stream: Callable[[], int], device: int) -> None:
+        """Have ``stream()`` of a device store the words from now on. Raises CudaError."""
         page = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self._of_stream = StreamWords(driver, page, stream)
+        self._of_stream = StreamWords(driver, page, stream, device)
 
     def bound(self, step: int) -> None:
         """Write ``bound_step``. Raises CudaError."""

@@ -108,7 +108,7 @@ class WorkerHalf:
         registration = self._describe()
         if self._memory.driver is not None:
             device = self._memory.device
-            self._fence.follow(self._memory.driver, lambda: _current_stream(device))
+            self._fence.follow(self._memory.driver, lambda: _current_stream(device), device)
         client = Client(self._config, self._half(), registration, self._memory.handles())
         client.set_acks(self._acks)
         client.start()

@@ -167,7 +167,7 @@ class Serving:
         os.ftruncate(fd, FENCE_PAGE_BYTES)
         self._fence = mmap.mmap(fd, FENCE_PAGE_BYTES)
         page = ctypes.addressof(ctypes.c_char.from_buffer(self._fence))
-        self._words = StreamWords(self._engine, page, lambda: 0)
+        self._words = StreamWords(self._engine, page, lambda: 0, 0)
         return {"path": f"/proc/{os.getpid()}/fd/{fd}"}
 
     def late(self, value: int, wrong: int, times: int) -> dict[str, Any]:

@@ -121,6 +121,10 @@ class FakeGpu:
         """Whether host memory is registered."""
         return bool(self._fake.fake_pinned(address))
 
+    def words_on(self) -> int:
+        """On which device's stream the last word was written."""
+        return int(self._fake.fake_words_on())
+
     def mapped(self) -> int:
         """How many allocations of other processes are open here."""
         return int(self._fake.fake_mapped())
@@ -193,11 +197,12 @@ class GpuKvMemory(KvMemory):
         super().__init__(blocks)
         driver = EngineDriver(str(library()))
         address = gpu.alloc(offset + self.total_bytes) + offset
-        self.cuda = driver.export(address, 0)
+        with driver.on(0):
+            self.cuda = driver.export(address, 0)
         self._pages.close()
         self._device = bytes_at(address, self.total_bytes)
         page = ctypes.addressof(ctypes.c_char.from_buffer(self._fence))
-        self._words = StreamWords(driver, page, lambda: 0)
+        self._words = StreamWords(driver, page, lambda: 0, 0)
 
     def offered(self) -> list[Memory]:
         return [Memory(0, self.total_bytes, "cuda", self.cuda)]

@@ -27,8 +27,9 @@ COLUMNS_MAX = 100
 # around sleep 148, ranks on several nodes 292, a step back after a failed load 5, last saves that
 # must not be made 3, a guard around deputies 4, what deputies' heartbeats say 5, whose volume a run
 # directory is in 4, acknowledgements that two threads take 17, saves that wait for what another
-# connector loaded 84, what a drafter's nodes agree on 1, a sidecar that answers no Bye 3).
-CONNECTOR_LINES_MAX = 3586
+# connector loaded 84, what a drafter's nodes agree on 1, a sidecar that answers no Bye 3,
+# the context of a GPU's memory on any thread 19).
+CONNECTOR_LINES_MAX = 3605
 
 # path: lines it had when it went over the goal
 RATCHET: dict[str, int] = {"tests/unit/sidecar/test_segment.py": 419}

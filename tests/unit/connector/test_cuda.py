@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +33,12 @@ CALLS = (
 
 
 @pytest.fixture
-def driver(gpu: FakeGpu) -> Driver:
+def driver(gpu: FakeGpu) -> Iterator[Driver]:
     assert gpu.calls() == []
-    return Driver(str(library()))
+    found = Driver(str(library()))
+    with found.on(0):  # as torch's thread is
+        FakeGpu().forget()
+        yield found
 
 
 def test_export_names_the_allocation_not_the_buffer(gpu: FakeGpu, driver: Driver) -> None:
@@ -109,40 +113,72 @@ def in_a_thread(work: Callable[[], None]) -> None:
         pool.submit(work).result(90)
 
 
-def test_a_thread_without_a_context_gets_the_primary_one_and_keeps_no_hold(
+def export_on(driver: Driver, address: int, device: int) -> None:
+    with driver.on(device):
+        driver.export(address, device)
+
+
+def test_each_thread_works_in_the_devices_own_context_and_keeps_no_hold(
     gpu: FakeGpu, driver: Driver
 ) -> None:
     address = gpu.alloc(1 << 20)
 
     def work() -> None:
-        driver.export(address, 0)
-        driver.export(address, 0)
+        export_on(driver, address, 1)
+        assert current(driver) is None
+        with driver.on(1):
+            assert current(driver) == 101
+            gpu.forget()
+            export_on(driver, address, 1)
+            assert not gpu.calls("cuCtxSetCurrent"), "a context that is there is left alone"
+            with pytest.raises(CudaError):
+                export_on(driver, 1, 0)  # no memory lies there
+            assert current(driver) == 101
 
     in_a_thread(work)
-    for call in ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuCtxSetCurrent"):
-        assert len(gpu.calls(call)) == 1, "a context that is there is left alone"
+    retained = len(gpu.calls("cuDevicePrimaryCtxRetain"))
+    assert retained == len(gpu.calls("cuDevicePrimaryCtxRelease_v2"))
+
+
+def current(driver: Driver) -> int | None:
+    found = ctypes.c_void_p()
+    driver.call("cuCtxGetCurrent", ctypes.byref(found))
+    return found.value
+
+
+def test_words_are_of_the_memorys_device_whatever_the_thread_uses(
+    gpu: FakeGpu, driver: Driver
+) -> None:
+    """A default stream is 0 on every device."""
+    fence = FencePage()
+    fence.follow(driver, lambda: 0, 1)
+    assert gpu.words_on() == 1
+    in_a_thread(lambda: fence.bound(3))
+    with driver.on(0):
+        fence.done(3)
+        assert current(driver) == 100
+    assert (gpu.words_on(), words(fence)) == (1, (3, 3))
+    fence.close()
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("code", [1, 201, 304, 800, 801, 999])
-def test_every_call_may_fail_and_says_which(
-    gpu: FakeGpu, driver: Driver, name: str, code: int
-) -> None:
+def test_every_call_may_fail_and_says_which(gpu: FakeGpu, name: str, code: int) -> None:
     address = gpu.alloc(1 << 20)
+    driver = Driver(str(library()))  # of which nothing was asked yet
     gpu.fail(name, code)
 
     def work() -> None:
         with pytest.raises(CudaError, match=f"{name} failed with {code}: ."):
-            driver.export(address, 0)
+            export_on(driver, address, 0)
 
     in_a_thread(work)
-    if name != "cuDevicePrimaryCtxRetain" and gpu.calls("cuDevicePrimaryCtxRetain"):
-        assert gpu.calls("cuDevicePrimaryCtxRelease_v2")
 
 
 def test_no_call_is_left_out_of_that(gpu: FakeGpu, driver: Driver) -> None:
     address = gpu.alloc(1 << 20)
-    in_a_thread(lambda: driver.export(address, 0))
+    driver = Driver(str(library()))
+    in_a_thread(lambda: export_on(driver, address, 0))
     assert set(gpu.calls()) == set(CALLS)
 
 
@@ -229,11 +265,13 @@ def test_the_stream_writes_the_words(gpu: FakeGpu, driver: Driver) -> None:
     fence = FencePage()
     fence.bound(1)
     streams = iter([11, 12, 13])
-    fence.follow(driver, lambda: next(streams))
+    fence.follow(driver, lambda: next(streams), 0)
     gpu.forget()
     fence.bound(7)
     fence.done(7)
-    assert gpu.calls() == ["cuStreamWriteValue64_v2"] * 2
+    assert [call for call in gpu.calls() if call != "cuCtxGetCurrent"] == [
+        "cuStreamWriteValue64_v2"
+    ] * 2
     assert words(fence) == (7, 7)
     fence.close()
     assert gpu.calls("cuMemHostUnregister")
@@ -250,7 +288,7 @@ def test_without_stream_words_nothing_is_registered(
     gpu.forget()
     gpu.fail(call, 801)
     with pytest.raises(CudaError, match=call):
-        fence.follow(driver, lambda: 0)
+        fence.follow(driver, lambda: 0, 0)
     registered = len(gpu.calls("cuMemHostRegister_v2")) - (call == "cuMemHostRegister_v2")
     assert len(gpu.calls("cuMemHostUnregister")) == registered
     fence.close()
@@ -258,7 +296,7 @@ def test_without_stream_words_nothing_is_registered(
 
 def test_a_word_that_cannot_be_written_raises(gpu: FakeGpu, driver: Driver) -> None:
     fence = FencePage()
-    fence.follow(driver, lambda: 0)
+    fence.follow(driver, lambda: 0, 0)
     gpu.fail("cuStreamWriteValue64_v2", 719)
     with pytest.raises(CudaError, match="719"):
         fence.done(9)

@@ -37,7 +37,8 @@ from support.fake_cuda import FakeGpu, as_driver, bytes_at, library
 gpu, driver = FakeGpu(), Driver(str(library()))
 address = gpu.alloc({ALLOCATION_BYTES}, device=1)
 bytes_at(address, {ALLOCATION_BYTES})[:] = 42
-print(msgspec.json.encode(driver.export(address + 4096, 1)).decode(), flush=True)
+with driver.on(1):
+    print(msgspec.json.encode(driver.export(address + 4096, 1)).decode(), flush=True)
 sys.stdin.read()
 gpu.free_all()
 """

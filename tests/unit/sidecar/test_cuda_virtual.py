@@ -34,8 +34,9 @@ def virtual(gpu: FakeGpu) -> Iterator[tuple[Memory, int]]:
     address = gpu.alloc(ALLOCATION_BYTES, device=1, kind="virtual", types=1)
     bytes_at(address, ALLOCATION_BYTES)[:] = 42
     exporter = EngineDriver(str(library()))
-    cuda = exporter.export(address + 4096, 1)
-    fd = exporter.export_fd(address)
+    with exporter.on(1):
+        cuda = exporter.export(address + 4096, 1)
+        fd = exporter.export_fd(address)
     gpu.forget()
     yield Memory(0, 8192, "cuda-fd", cuda), fd
     os.close(fd)
