@@ -132,6 +132,7 @@ def slow_tiers() -> Iterator[tuple[list[str], redis.Redis]]:
         "tiers.remote.url": f"redis://127.0.0.1:{port}/0",
         "limits.write_behind_max": 64,
         "limits.stage_ms_max": 5000,
+        "limits.records_max": 64,  # full long before the fifth minute
     }
     flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     try:
