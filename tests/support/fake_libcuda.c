@@ -7,6 +7,7 @@
 // leaves in the reverse order.
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -93,7 +94,13 @@ static int enter(const char* name) {
     }
     return lost_by(name);
 }
+// As the real one's, any thread may make these calls: they wait for each other.
+static pthread_mutex_t one_call = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+static int begin(void) { return pthread_mutex_lock(&one_call); }
+static void end(int* begun) { *begun = pthread_mutex_unlock(&one_call); }
+#define ONE_CALL int begun_ __attribute__((cleanup(end), unused)) = begin()
 #define ENTER                      \
+    ONE_CALL;                      \
     do {                           \
         int rc_ = enter(__func__); \
         if (rc_) return rc_;       \
@@ -130,6 +137,7 @@ int fake_mapped(void) {
 // kind: 0 virtual memory (which `types` of handle it has), 1 cudaMalloc, 2 of a stream-ordered
 // pool.
 int fake_alloc(uint64_t* out, size_t bytes, int device, int kind, uint64_t types) {
+    ONE_CALL;
     for (int i = 0; i < RANGES; ++i) {
         Range* r = &ranges[i];
         if (r->bytes) continue;
@@ -157,6 +165,7 @@ enum { HANDLES = 64 };
 static int handles[HANDLES];  // of virtual memory: descriptors of the objects
 static int handle_types[HANDLES];
 void fake_free_all(void) {
+    ONE_CALL;
     for (int i = 0; i < HANDLES; ++i) {
         if (handles[i] > 0) close(handles[i]);
         handles[i] = 0;
