@@ -108,4 +108,4 @@ def _status(name: str, unit: str, measure: Measure, began_s: float, now_s: float
     done, total = measure()
     seconds = now_s - began_s
     left_s = round(seconds / done * max(0, total - done), 1) if done else None
-    return WorkStatus(name, unit, done, total, round(seconds, 1), left_s)
+    return WorkStatus(name, unit, done, total, round(seconds, 3), left_s)
