@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry_connector.config import FerryConfig, volume_of
+from kvferry_connector.half import Half
 from kvferry_connector.jobs import JobOrder, Report
 from kvferry_connector.wire import hot
 from kvferry_connector.wire.attach import RegisterEngine
@@ -97,15 +98,19 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # v
 
 @dataclass(frozen=True)
 class FerryHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not followed
-    """Where a rank lives. ``host_id``: its host's boot, and the volume of ``run_dir`` there."""
+    """Where a rank lives. ``host_id``: its host's boot, and the volume of ``run_dir`` there.
+
+    ``session``: the ids its halves attach under; each start of vLLM has its own.
+    """
 
     rank: int
     host_id: str
     run_dir: str
+    session: tuple[str, str]
 
     @staticmethod
-    def of(rank: int, config: FerryConfig) -> FerryHandshake:
-        """Return the handshake of a rank of this process. Raises OSError without /proc."""
+    def of(rank: int, config: FerryConfig, half: Half) -> FerryHandshake:
+        """Return a rank's handshake; ``half``: any of its session. Raises OSError without /proc."""
         run_dir = config.run_path()
         host_id = f"{_BOOT_ID.read_text().strip()} {volume_of(run_dir)}"
-        return FerryHandshake(rank, host_id, str(run_dir))
+        return FerryHandshake(rank, host_id, str(run_dir), (half.engine_id, half.instance_id))

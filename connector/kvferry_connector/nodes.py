@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -30,9 +30,9 @@ _AWAY = NodeState(0)
 
 def by_node(shakes: Iterable[FerryHandshake], here: FerryHandshake) -> list[list[int]]:
     """Return the ranks of each node, those beside ``here`` (possibly none) first."""
-    nodes: dict[tuple[str, str], list[int]] = {(here.host_id, here.run_dir): []}
+    nodes: dict[FerryHandshake, list[int]] = {replace(here, rank=HERE): []}
     for shake in sorted(shakes, key=lambda shake: shake.rank):
-        nodes.setdefault((shake.host_id, shake.run_dir), []).append(shake.rank)
+        nodes.setdefault(replace(shake, rank=HERE), []).append(shake.rank)
     return list(nodes.values())
 
 

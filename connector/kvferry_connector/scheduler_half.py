@@ -104,7 +104,7 @@ class SchedulerHalf:
         """
         if self._lookup.client is not None:
             return
-        here = FerryHandshake.of(-1, self._config)
+        here = FerryHandshake.of(-1, self._config, self._half)
         # Under a MultiConnector these may be another connector's: vLLM takes the first child's.
         ours = [shake for shake in handshakes if isinstance(shake, FerryHandshake)]
         ranks, *further = by_node(ours, here)

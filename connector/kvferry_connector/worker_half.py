@@ -163,7 +163,9 @@ class WorkerHalf:
 
     def handshake(self) -> FerryHandshake | None:
         """Return where this rank lives; None when its memory could not be registered."""
-        return None if self._client is None else FerryHandshake.of(self._rank, self._config)
+        if self._client is None:
+            return None
+        return FerryHandshake.of(self._rank, self._config, self._half())
 
     def shutdown(self) -> None:
         """Leave the sidecar and close what it was lent."""

@@ -172,6 +172,17 @@ def workers(sidecar: SidecarUnderTest) -> list[int]:
     return [half["rank"] for one in sessions for half in one["halves"] if half["rank"] >= 0]
 
 
+def test_two_starts_of_vllm_that_share_a_sidecar_are_refused(
+    nodes: TwoNodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever registers second: leases and jobs of one engine's life would meet in it."""
+    first, told = nodes.first.run_dir, "give each start (each pod) a sidecar with a run directory"
+    with engine_of_ranks(tmp_path, first, DENSE, ranks=2, apart=first) as engine:
+        wait_until(lambda: stepped(engine) and told in caplog.text, "one of them is told")
+        assert [engine.run(name, prompt(3, 71)) for name in ("cold", "again")] == [0, 0]
+    nodes.idle()
+
+
 def test_a_hit_is_what_every_node_has(nodes: TwoNodes) -> None:
     """And what one node lacks is saved there again, whatever the other one has."""
     long, short = prompt(6, 11), prompt(3, 11)

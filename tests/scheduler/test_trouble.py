@@ -329,7 +329,8 @@ def test_rank_beside_another_sidecar_leaves_the_cache_off(
 ) -> None:
     engine = SchedulerUnderTest(tmp_path)
     client, engine.half._lookup.client = engine.half._lookup.client, None
-    engine.connector.set_xfer_handshake_metadata({0: FerryHandshake(0, "another host", "/run/x")})
+    elsewhere = FerryHandshake(0, "another host", "/run/x", ("engine", "instance"))
+    engine.connector.set_xfer_handshake_metadata({0: elsewhere})
     assert engine.half._lookup.client is None
     assert "the cache stays off" in caplog.text
     engine.add("a", PROMPT)

@@ -79,16 +79,18 @@ class EngineOfRanks:
         of_ranks = [dict(items[rank * stages // ranks :: stages]) for rank in range(ranks)]
         configs = get_kv_cache_configs(vllm_config, of_ranks, [kv_bytes] * ranks)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        instance = vllm_config.instance_id
         self._pipes, self._processes = [], []
         for rank, kv_config in enumerate(configs):
             ours, theirs = _fork.Pipe()
-            extra["run_dir"] = str(apart if apart and rank else run_dir)
+            if apart and rank:  # another start of vLLM, with ids of its own
+                extra["run_dir"], vllm_config.instance_id = str(apart), f"{instance}-1"
             process = _fork.Process(target=serve, args=(theirs, vllm_config, kv_config, rank))
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        extra["run_dir"] = str(run_dir)
+        extra["run_dir"], vllm_config.instance_id = str(run_dir), instance
         handshakes = {(0, rank): self._hear(rank) for rank in range(ranks)}
         self.scheduler = self._schedule_with(vllm_config, configs)
         connector = self.scheduler.connector

@@ -90,7 +90,7 @@ class SchedulerUnderTest:
         self.half._make_client = self.node
         config = read_config({"run_dir": str(folder), **extra})
         connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): FerryHandshake.of(rank, config) for rank in range(ranks)}
+            {(0, rank): FerryHandshake.of(rank, config, self.half._half) for rank in range(ranks)}
         )
         self._aggregator = KVOutputAggregator.from_connector(connector, ranks)
         self.further_ranks = [FurtherRank(rank) for rank in range(1, ranks)]

@@ -61,7 +61,9 @@ class SimEngine:
         self.processes = list(
             {id(p): p for p in (process, *(r.process for r in self.ranks))}.values()
         )
-        self.half.attach([FerryHandshake.of(rank, CONFIG) for rank in range(shape.ranks)])
+        self.half.attach(
+            [FerryHandshake.of(rank, CONFIG, self.half._half) for rank in range(shape.ranks)]
+        )
         self.half._jobs.pool = self.pool
         self.half._saver.manager = self
         self.requests: dict[str, SimRequest] = {}

@@ -6,7 +6,7 @@ and what to change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvferry_connector.wire.attach import (
     FieldRefusal,
@@ -31,6 +31,10 @@ _NO_STORE = (
     "set tiers.remote.url, the same on every node, and no tiers.remote.policy of none: a rank that "
     "starts on another node finds its part of the cache there"
 )
+_TWO_STARTS = (
+    "an engine's ranks that share a sidecar belong to one start of vLLM: start them together, or "
+    "give each start (each pod) a sidecar with a run directory of its own"
+)
 _REPORT = "report it with both values: the connector describes its engine inconsistently"
 
 
@@ -53,13 +57,17 @@ def taken(hello: Hello, old: Peer) -> Refused:
 
 
 def check_engine(
-    session: Session, theirs: RegisterEngine, ranks_max: int, *, shared_store: bool
-) -> list[FieldRefusal]:
+    session: Session, theirs: RegisterEngine, ranks_max: int, *,
+    shared_store: bool, others: Iterable[Session] = (),
+) -> list[FieldRefusal]:  # fmt: skip
     """Compare a scheduler half's registration with itself and the ranks known so far.
 
-    ``shared_store``: what is saved here is written on to a store that nodes share.
+    ``shared_store``: what is saved here is written on to a store that nodes share. ``others``: the
+    sessions beside this one. None has its life: leases and jobs are known by it.
     """
     found = list(_engine_form(theirs, ranks_max))
+    if any(other.life == theirs.life for other in others):
+        found.append(FieldRefusal("life", theirs.life.hex(), "of another session", _TWO_STARTS))
     if theirs.nodes > 1 and not shared_store:
         found.append(FieldRefusal("nodes", f"{theirs.nodes} nodes", "no shared store", _NO_STORE))
     if session.life and theirs.life != session.life:

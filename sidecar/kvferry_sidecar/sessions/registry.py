@@ -199,8 +199,10 @@ class Registry:
         session = peer.session
         if peer.role != "scheduler":
             return Refused("role", "a worker half registers with RegisterRank")
+        others = [one for one in self._sessions.values() if one is not session]
+        shared_store, ranks_max = self._shared_store, self._limits.ranks_max
         found = agreement.check_engine(
-            session, message, self._limits.ranks_max, shared_store=self._shared_store
+            session, message, ranks_max, shared_store=shared_store, others=others
         )
         if found:
             return Refused("engine-refused", "the engine's registration does not fit", found)

@@ -14,6 +14,7 @@ from kvferry_connector.meta import FerryHandshake, FerryMetadata, FerryWorkerMet
 from kvferry_connector.nodes import by_node
 from kvferry_connector.stats import FerryStats
 from kvferry_connector.wire import hot
+from support.clients import SCHEDULER
 
 ORDERS = [JobOrder(job, f"req-{job}", 5, b"body-%d" % job, (b"tables",)) for job in (1, 2)]
 
@@ -134,10 +135,10 @@ def test_reports_of_ranks_are_put_together() -> None:
 
 def test_ranks_of_one_run_dir_of_one_boot_share_a_sidecar() -> None:
     here, beside, apart = (
-        FerryHandshake.of(rank, FerryConfig(run_dir=run_dir))
+        FerryHandshake.of(rank, FerryConfig(run_dir=run_dir), SCHEDULER)
         for rank, run_dir in enumerate(("/run/a", "/run/a", "/run/b"))
     )
-    again = FerryHandshake(3, "another boot", "/run/a")
+    again = FerryHandshake(3, "another boot", "/run/a", here.session)
     assert by_node([beside, apart, again], here) == [[1], [2], [3]]
 
 

@@ -48,15 +48,17 @@ def answer(seq: int, hit: int, **sources: int) -> Answer:
     return Answer(1, seq, hit, sources)
 
 
-def test_ranks_are_told_apart_by_host_and_run_directory() -> None:
-    here = FerryHandshake(-1, "host", "/run/a")
+def test_ranks_are_told_apart_by_host_run_directory_and_start_of_vllm() -> None:
+    ids, others = ("engine", "one"), ("engine", "two")
+    here = FerryHandshake(-1, "host", "/run/a", ids)
     shakes = [
-        FerryHandshake(3, "other", "/run/a"),
-        FerryHandshake(1, "host", "/run/a"),
-        FerryHandshake(2, "host", "/run/b"),
-        FerryHandshake(0, "host", "/run/a"),
+        FerryHandshake(3, "other", "/run/a", ids),
+        FerryHandshake(1, "host", "/run/a", ids),
+        FerryHandshake(2, "host", "/run/b", ids),
+        FerryHandshake(4, "host", "/run/a", others),
+        FerryHandshake(0, "host", "/run/a", ids),
     ]
-    assert by_node(shakes, here) == [[0, 1], [2], [3]]
+    assert by_node(shakes, here) == [[0, 1], [2], [3], [4]]
     assert by_node(shakes[:1], here) == [[], [3]], "none beside the scheduler half"
 
 

@@ -249,6 +249,18 @@ def test_another_life_in_the_same_place_is_refused(node: Node) -> None:
     close_all([half, again])
 
 
+def test_a_life_of_another_session_is_refused(node: Node) -> None:
+    """As of two starts of vLLM over several nodes that share this sidecar."""
+    first, _ = attached(node)
+    assert isinstance(registered(first, engine_registration()), Registered)
+    second, _ = attached(node, engine="further")
+    fields = refused_fields(registered(second, engine_registration()))
+    assert fields.keys() == {"life"}
+    assert "a run directory of its own" in fields["life"].remedy
+    assert isinstance(registered(first, engine_registration()), Registered)
+    close_all([first, second])
+
+
 def test_roles_do_not_mix(node: Node) -> None:
     scheduler, _ = attached(node)
     worker, _ = attached(node, 0)
