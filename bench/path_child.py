@@ -106,7 +106,7 @@ class Bench:
         wait, update = worker.wait_for_save, scheduler.update_connector_output
 
         def wait_for_save() -> None:
-            if worker._connector_metadata.saves:
+            if half._bound is not None and half._bound.saves:
                 self._started_s = time.perf_counter()
             wait()
 

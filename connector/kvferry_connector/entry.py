@@ -153,8 +153,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     # --- worker: one step; each step calls all of these, so their guards are written out ------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """The step begins: submit its loads."""
-        self._connector_metadata = connector_metadata
+        """The step begins: submit its loads. The base class need not keep the metadata."""
         try:
             self._worker.bind(connector_metadata)
         except Exception as error:  # noqa: BLE001 - as in _guarded
@@ -170,8 +169,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._worker.abandon(is_load=False)
 
     def clear_connector_metadata(self) -> None:
-        """The step ends."""
-        self._connector_metadata = None
+        """Do nothing: a step's metadata goes with its end, or the next one's beginning."""
 
     def has_connector_metadata(self) -> bool:
         """Tell attention layers that there is nothing for their own hooks to do."""

@@ -221,6 +221,8 @@ class WorkerHalf:
         for order in bound.loads if is_load else bound.saves:
             if order.job not in self._open and order.job not in self._reports:
                 self._report(order.job, order.request if is_load else "", "failed", "hook_error")
+        if not is_load:
+            self._bound = None  # what is reported must not go out after all
 
     def _submit(self, orders: tuple[JobOrder, ...], *, is_load: bool) -> None:
         client = self._client
@@ -267,8 +269,8 @@ class WorkerHalf:
         """Return the reports since the last call, None when there are none."""
         if not self._reports and self._deputy is None and not self._ended_step:
             return None
+        ended, self._ended_step = self._ended_step, 0  # with its own output, or never
         nodes, heard = self._deputy.take() if self._deputy is not None else ({}, [])
-        ended, self._ended_step = self._ended_step, 0
         if not self._reports and not nodes and not heard and not ended:
             return None
         reports, self._reports = self._reports, {}

@@ -110,4 +110,5 @@ def output_of(scheduled: dict[str, int]) -> SimpleNamespace:
         total_num_scheduled_tokens=sum(scheduled.values()),
         has_sync_kv_loads=False,
         kv_connector_block_state=None,
+        has_sync_kv_loads=False,
     )

@@ -114,7 +114,6 @@ def broken(role: KVConnectorRole) -> FerryConnector:
     connector._role = role
     connector._errors = set()
     connector._stats = FerryStats()
-    connector._connector_metadata = None
     half = Raises()
     connector._scheduler = half
     connector._worker = half

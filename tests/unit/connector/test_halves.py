@@ -258,6 +258,34 @@ def test_abandoned_orders_fail_unless_they_went_out(
     assert set(meta.reports) == {2, 3}
 
 
+def test_what_was_reported_after_a_bug_does_not_go_out_later(
+    half: WorkerHalf, client: ScriptedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are no longer pinned."""
+    half.bind(FerryMetadata(7, (), (order(1),)))
+    monkeypatch.setattr(half._fence, "done", None)
+    with pytest.raises(TypeError):
+        half.end_forward()
+    half.abandon(is_load=False)
+    monkeypatch.undo()
+    half.end_forward()
+    assert client.sent == []
+    meta = half.worker_metadata()
+    assert meta is not None
+    assert meta.reports[1][0].reason == "hook_error"
+
+
+def test_the_end_of_a_step_in_doubt_is_never_told_with_another_output(half: WorkerHalf) -> None:
+    """A later one does not say which blocks of it were invalid."""
+    half.bind(FerryMetadata(7, doubtful=True))
+    half._deputy = deputy = SimpleNamespace(take=None, close=lambda: None)
+    with pytest.raises(TypeError):
+        half.worker_metadata()
+    deputy.take = lambda: ({}, [])
+    half.bind(FerryMetadata(0))
+    assert half.worker_metadata() is None
+
+
 # --- what may stand between a promised load and its report -----------------------------------
 
 
