@@ -108,7 +108,6 @@ def output_of(scheduled: dict[str, int]) -> SimpleNamespace:
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
-        has_sync_kv_loads=False,
         kv_connector_block_state=None,
         has_sync_kv_loads=False,
     )
