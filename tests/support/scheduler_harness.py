@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,22 +166,35 @@ class SchedulerUnderTest:
         self._check_pins()
         names = list(output.num_scheduled_tokens)
         sampled = [self._sample(name, parts[name]) for name in names]
+        taken = [len(tokens) for tokens in sampled]  # vLLM cuts the lists of those that end
         ends = [end, *(rank.step(end) for rank in self.further_ranks)]
         results = [rank_output(self.outer, names, sampled, one) for one in ends]
         whole = self._aggregator.aggregate(results) if self.further_ranks else results[0]
         self.scheduler.update_from_output(output, whole)
-        for name, part in parts.items():
-            if part.drafts:  # now, as it may end before its next step
-                self._confirm(name, part)
-        if self._drafts:
+        for name, count in zip(names, taken, strict=True):
+            if parts[name].drafts:  # now, as it may end before its next step
+                rejected = parts[name].drafts + 1 - count
+                self._confirm(name, parts[name], rejected)
+                self._begin_earlier(name, rejected)
+        if self._drafts and self._depth == 1:  # else the runner keeps them to itself
             decoding = [name for name in names if parts[name].samples]
             guesses = [[7] * self._drafts for _ in decoding]
             self.scheduler.update_draft_token_ids(DraftTokenIds(decoding, guesses))
 
-    def _confirm(self, name: str, part: Part) -> None:
+    def _confirm(self, name: str, part: Part, rejected: int) -> None:
         request, rules = self.requests[name], self.node.rules
-        right = min(part.end, request.num_computed_tokens, request.num_tokens)
+        right = min(part.end - rejected, request.num_tokens)
         self.node.contents.confirm(rules, name, part, right, request.block_hashes)
+
+    def _begin_earlier(self, name: str, rejected: int) -> None:
+        """Batches in flight were built as if no draft would be rejected; the runner knows."""
+        for _, _, _, parts in self._in_flight:
+            part = parts.get(name)
+            if part is not None and part.fresh:
+                return
+            if part is not None:
+                start, end = part.start - rejected, part.end - rejected
+                parts[name] = replace(part, start=start, end=end)
 
     def _fill(self, name: str, blocks: Sequence[int], tokens: int) -> None:
         """The other connector has loaded so many tokens of a request (one group, H = B)."""
