@@ -157,13 +157,20 @@ def test_ranks_of_all_nodes_sleep_and_wake_up(nodes: TwoNodes) -> None:
         assert [workers(one) for one in (nodes.first, nodes.second)] == [[], []]
         engine.forget()
         engine.tell("wake", [0])
-        wait_until(lambda: workers(nodes.first) == [0], "it has the first rank's memory again")
+        wait_until(lambda: serials(nodes.first) == [2], "it has the first rank's memory again")
         assert engine.run("one sleeps", tokens) == engine.run("nothing", between) == 0
         engine.forget()
         engine.tell("wake", [1])
+        wait_until(lambda: serials(nodes.second) == [2], "it has the second rank's as well")
         wait_served(engine)
         assert engine.run("warm", tokens) == 6 * BLOCK
         nodes.idle()
+
+
+def serials(sidecar: SidecarUnderTest) -> list[int]:
+    """Under which serials ranks have registered."""
+    sessions = read_status(sidecar.run_dir)["sessions"]
+    return [half["serial"] for one in sessions for half in one["halves"] if half["rank"] >= 0]
 
 
 def workers(sidecar: SidecarUnderTest) -> list[int]:

@@ -105,6 +105,7 @@ class EngineOfRanks:
         self.wrong: list[str] = []
         self.compared: Counter[int] = Counter()  # blocks per group, over all ranks
         self.counts: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()  # of jobs, by reason, over all ranks
         self.output: list[int] = []  # of the last request
         connector.get_kv_connector_stats = self._count
         self.events: list[Any] = []  # of the store, as vLLM takes them
@@ -185,6 +186,11 @@ class EngineOfRanks:
         for rank in range(len(self._pipes)):
             end: StepEnd = self._hear(rank)
             self.wrong += [f"rank {rank} {text}" for text in end.wrong]
+            told = end.output.kv_connector_worker_meta
+            reports = told.reports.values() if told is not None else ()
+            self.failures.update(
+                one.reason for ends in reports for one in ends if one.status == "failed"
+            )
             outputs.append(
                 ModelRunnerOutput(
                     req_ids=names,

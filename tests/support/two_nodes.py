@@ -43,7 +43,8 @@ class TwoNodes:
         """Run one request in an engine of its own, so that the engine itself holds nothing."""
         with self.engine(specs, **options) as engine:
             hit = engine.run(name, tokens, max_tokens)
-            assert engine.counts["loads_failed"] == 0
+            # A rank may hear of its own sidecar after the scheduler half has.
+            assert set(engine.failures) <= {"sidecar_away"}, engine.failures
         self.idle()
         return hit
 
