@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from support.engine import (
     Texts,
     ask,
     hit_of,
+    kill_rank,
     model_dir,
     rank_pids,
     running_engine,
@@ -78,7 +77,7 @@ def kill_a_rank(engine: EngineUnderTest, sidecar: SidecarUnderTest, tokens: list
     """End an engine by SIGKILL of one rank with saves under way: nothing of it is left."""
     engine.start(ask(tokens))
     engine.step(2)
-    os.kill(rank_pids(engine.pid)[1], signal.SIGKILL)
+    kill_rank(rank_pids(engine.pid)[1])
     with pytest.raises(ChildError):
         engine.finish()
     wait_until(lambda: not mapped_files(sidecar.process.pid), "its memory is unmapped")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
+import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,6 +126,14 @@ def rank_pids(engine_pid: int) -> list[int]:
     children = Path(f"/proc/{engine_pid}/task").glob("*/children")
     pids = (int(word) for file in children for word in file.read_text().split())
     return [pid for pid in pids if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def kill_rank(pid: int) -> None:
+    """Kill the process of a rank, and remove what vLLM leaves of it in shared memory."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    os.kill(pid, signal.SIGKILL)
+    for name in set(re.findall(r"/dev/shm/vllm_dist\S+", maps)):
+        Path(name).unlink(missing_ok=True)
 
 
 def hit_of(tokens: Sequence[int]) -> int:
