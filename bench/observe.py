@@ -123,7 +123,11 @@ class _Serving:
 
     def __enter__(self) -> _Serving:
         self._child.__enter__()
-        halves.wait_until(self._answers, "the sidecar answers", START_S)
+        try:
+            halves.wait_until(self._answers, "the sidecar answers", START_S)
+        except BaseException:
+            self._end()
+            raise
         self._engine = halves.RawEngine(self._run_dir, groups=1, ranks=1, chunks=CHUNKS)
         self._known = halves.hashes(CHUNKS, seed=0)
         self._engine.save(self._known)
@@ -131,6 +135,9 @@ class _Serving:
 
     def __exit__(self, *what: object) -> None:
         self._engine.close()
+        self._end()
+
+    def _end(self) -> None:
         self._child.__exit__(None, None, None)
         unlink_pool(self._pool)
 
