@@ -12,7 +12,7 @@ from kvferry_sidecar.cli import main
 from support.fake_cuda import FakeGpu, GpuKvMemory, as_driver
 from support.hot_engine import HotEngine
 from support.http import Http
-from support.pages import NEEDS, listens, opened
+from support.pages import LEASES_STAY, NEEDS, listens, opened
 from support.raw_half import attach_pair
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
@@ -32,7 +32,9 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SidecarUnder
     with pytest.MonkeyPatch.context() as patch:
         for name, value in as_driver().items():
             patch.setenv(name, value)
-        with running_sidecar(pool_bytes=64 << 20, flags=set_flags(settings)) as running:
+        with running_sidecar(
+            pool_bytes=64 << 20, flags=[*set_flags(settings), *LEASES_STAY]
+        ) as running:
             with engine_at(running) as engine:
                 engine.put("kept")
                 wait_until(lambda: written(running) == 3, "it was written to the disk")

@@ -61,14 +61,14 @@ def engine_on(nodes: TwoNodes, folder: Path, name: str) -> Iterator[EngineUnderT
         yield engine
 
 
-def wait_served(engine: EngineUnderTest) -> None:
+def wait_served(engine: EngineUnderTest, wanted: bool = True) -> None:
     """Run prompts too short for a hit until hits are possible: what nodes say comes with steps."""
 
-    def served() -> bool:
+    def reached() -> bool:
         engine.run([3, 4, 5], max_tokens=1)
-        return engine.inspect().connector == "ready"
+        return (engine.inspect().connector == "ready") == wanted
 
-    wait_until(served, "both nodes serve", every_s=0.05)
+    wait_until(reached, f"both nodes serve: {wanted}", every_s=0.05)
 
 
 def test_a_real_engine_on_two_nodes_loads_what_both_saved(tmp_path: Path) -> None:
@@ -84,6 +84,7 @@ def test_a_real_engine_on_two_nodes_loads_what_both_saved(tmp_path: Path) -> Non
             cold = [writer.run(before)]
             nodes.idle()
             nodes.second.kill()
+            wait_served(writer, False)  # or it would take the node for there when it is not yet
             missed = writer.run(without)
             assert (missed.hit_tokens, missed.finish) == (0, "length")
             nodes.second.start()

@@ -20,6 +20,7 @@ from support.books import read_status, wait_settled
 from support.engine_child import WorkerChild
 from support.fake_cuda import library
 from support.hot_engine import HotEngine
+from support.memory import free_fake_gpu
 from support.raw_half import KvMemory, RawHalf, engine_registration
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
@@ -50,8 +51,7 @@ def engine_of_two(
     finally:
         child.kill()
         scheduler.close()
-        for left in Path("/dev/shm").glob(f"kvferry-fake-gpu-{child.process.pid}-*"):
-            left.unlink()
+        free_fake_gpu(child.process.pid)
 
 
 def mappings(sidecar: SidecarUnderTest, pid: int) -> int:

@@ -15,10 +15,12 @@ from kvferry_sidecar.errors import ExitCode
 from support.fake_cuda import FakeGpu, GpuKvMemory, library
 from support.hot_engine import HotEngine
 from support.raw_half import KvMemory, RawHalf, attach_pair
-from support.sidecar import SidecarUnderTest, running_sidecar
+from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
 
-GPU = ("--set", "copy.gpu=true", "--set", "copy.gpu_mode=rect")
+GPU = set_flags(
+    {"copy.gpu": "true", "copy.gpu_mode": "rect", "limits.drain_ms_max": 600_000}  # none is cut off
+)
 PROMPT = "saved before"
 
 

@@ -148,6 +148,8 @@ def test_an_engine_that_loses_a_node_leaves_nothing_on_the_other(nodes: Nodes, e
     finally:
         engine.kill()
         engine.join()
+    # The copy ends when it is let go: as one of a rank that is known to be gone.
+    wait_until(lambda: not read_status(nodes.second.run_dir)["sessions"], "its end is noticed")
     kit.rules()
     ledger = wait_settled(nodes.second.run_dir)["pipeline"]["ledger"]
     assert ledger["cancelled"] == before + 1

@@ -15,6 +15,12 @@ def sealed_memfd(total_bytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> int:
     return fd
 
 
+def free_fake_gpu(pid: int) -> None:
+    """Remove what the memory of a fake GPU was made of in a process that was killed."""
+    for left in Path("/dev/shm").glob(f"kvferry-fake-gpu-{pid}-*"):
+        left.unlink()
+
+
 def open_descriptors() -> dict[str, str]:
     """Return this process's open descriptors and what they are."""
     found = {}

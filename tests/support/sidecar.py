@@ -13,6 +13,7 @@ from typing import Any
 from kvferry_demo.processes import Sidecar, new_pool_name, unlink_pool
 from support.books import read_status
 from support.logs import watch_log
+from support.memory import free_fake_gpu
 from support.waiting import wait_until
 
 POOL_BYTES = 128 << 20
@@ -55,6 +56,7 @@ class SidecarUnderTest:
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal and wait for the process's end; the pool stays."""
         self.process.kill(number)
+        free_fake_gpu(self.process.pid)
 
     def restart(self, flags: Sequence[str] | None = None) -> None:
         """Serve the same run directory and pool with a new process, and other flags if given."""
@@ -102,6 +104,7 @@ class SidecarUnderTest:
         """End the process if there is one, and remove the pool."""
         if self._process is not None:
             self._process.stop()
+            free_fake_gpu(self._process.pid)
         unlink_pool(self.pool_name)
 
 
