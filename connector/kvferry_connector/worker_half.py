@@ -183,12 +183,12 @@ class WorkerHalf:
     def bind(self, metadata: FerryMetadata) -> None:
         """The step's blocks are zeroed and copied: loads may start into them."""
         self._rotation = metadata.rotation
+        if self._bound is not None:
+            self.abandon(is_load=False)  # no wait_for_save came for the step before
+        self._ended_step = metadata.step if metadata.doubtful else 0
         if not metadata.step:
-            self._bound = None
             return
         self._bound = metadata
-        if metadata.doubtful:
-            self._ended_step = metadata.step
         if metadata.relay is not None:
             self._relay(metadata.relay)
         if metadata.loads:
