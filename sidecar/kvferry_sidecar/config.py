@@ -214,7 +214,7 @@ def load(
 def read_file(file: Path) -> dict[str, Setting]:
     """Return the settings of a TOML file by dotted key. Raises ConfigError."""
     try:
-        tree = settings.flatten(tomllib.loads(file.read_text()))
+        tree = settings.flatten(tomllib.loads(settings.read_text(file)))
     except OSError as error:
         raise ConfigError(
             f"configuration file {file} cannot be read: {error.strerror}",

@@ -57,7 +57,7 @@ class Front:
         stack.callback(self._http.close)
         path = locks.http_path(config.run_dir)
         self._http.add(bind_unix(path), "local")
-        stack.callback(path.unlink, missing_ok=True)
+        stack.callback(locks.remove_socket, path)
         if config.http.listen:
             self._listen("http.listen", config.http.listen, "all")
         if config.http.probes_listen:

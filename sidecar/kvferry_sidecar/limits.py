@@ -7,7 +7,13 @@ docs/configuration.md lists them all.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+StallMs = Annotated[int, Meta(ge=20)]  # what the watchdog takes
+Int32 = Annotated[int, Meta(ge=1, le=2**31 - 1)]  # what ZeroMQ takes
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,8 +65,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # The hot channel and the loop.
     messages_per_turn_max: int = 256  # hot frames handled before other work gets its turn
-    stall_ms_max: int = 20_000  # a loop without progress for this long ends the process
-    router_hwm: int = 10_000  # ZeroMQ high-water mark, messages per peer
+    stall_ms_max: StallMs = 20_000  # a loop without progress for this long ends the process
+    router_hwm: Int32 = 10_000  # ZeroMQ high-water mark, messages per peer
     loop_stall_ms_max: int = 15_000  # without a turn of the loop for this long, /livez fails
     drain_ms_max: int = 30_000  # SIGTERM: what is still in flight after this is cancelled
 

@@ -14,6 +14,7 @@ any descriptor of that file**, not only the one that was locked. Therefore
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -258,3 +259,12 @@ def _read_holder(fd: int) -> str:
     if not isinstance(facts, dict):
         return f"pid {holder_pid(fd) or 'unknown'}"
     return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def remove_socket(path: Path) -> None:
+    """Remove a socket that is served no more; where that fails, the next start removes it.
+
+    (The run directory's file system may be read-only by now: no reason to end badly.)
+    """
+    with contextlib.suppress(OSError):
+        path.unlink()

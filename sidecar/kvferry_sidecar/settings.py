@@ -38,6 +38,7 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+)(?:\.(\d{1,9}))?\s*([A-Za-z]*)\s*")
 _WORDS = {"true": True, "false": False}
+file_chars_max = 1 << 20
 integer_max = (1 << 63) - 1
 _digits_max = 64  # characters of a number
 _shown_max = 200  # characters of a wrong value in its refusal
@@ -84,6 +85,15 @@ def unflatten(values: Mapping[str, object]) -> dict[str, object]:
             table = table.setdefault(part, {})
         table[name] = value
     return tree
+
+
+def read_text(file: Path) -> str:
+    """Return a file's text. Raises OSError, and ValueError for what is no text of its bound."""
+    with file.open(encoding="utf-8") as source:
+        text = source.read(file_chars_max + 1)
+    if len(text) > file_chars_max:  # a device gives them without end
+        raise ValueError(f"it has more than {file_chars_max} characters")
+    return text
 
 
 def unknown(what: str, key: str, known: Sequence[str]) -> ConfigError:

@@ -33,6 +33,7 @@ from structlog.typing import FilteringBoundLogger as Log
 from kvferry_sidecar.errors import RunDirError
 from kvferry_sidecar.faults.frames import FrameFaults
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.locks import remove_socket
 from kvferry_sidecar.outcomes.histogram import SECONDS, Histogram, HistogramReading
 from kvferry_sidecar.sessions.model import Peer
 
@@ -160,7 +161,7 @@ class Transport:
     def close(self) -> None:
         """Close the socket; its file goes with it."""
         self._socket.close(linger=0)
-        Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        remove_socket(Path(self.endpoint.removeprefix("ipc://")))
 
     def _received(self, routing_id: bytes, frames: list[bytes], now_s: float) -> None:
         peer = self._find(routing_id)

@@ -106,6 +106,17 @@ def test_a_directory_or_link_under_the_pools_name_is_refused(tmp_path: Path) -> 
         assert victim.read_bytes() == b"precious"
 
 
+def test_sockets_that_cannot_be_removed_are_no_bad_end() -> None:
+    with servings(1) as (one,):
+        one.start_ready()
+        sockets = [one.run_dir / "http.sock", *one.run_dir.glob("ctl-*.sock")]
+        for path in sockets:
+            path.unlink()
+            path.mkdir()  # as on a file system that is read-only by now, unlink() fails
+        assert len(sockets) == 2
+        assert "Traceback" not in stop(one)
+
+
 @pytest.mark.parametrize("pool_bytes", ["64TiB", "9000000000GiB"])
 def test_a_pool_that_cannot_fit_is_refused_with_the_remedy(pool_bytes: str) -> None:
     with servings(1, flags=("--pool-bytes", pool_bytes)) as (one,):

@@ -126,9 +126,39 @@ def test_strangers_and_other_users_halves_are_refused(sidecar: SidecarUnderTest)
         one.close()
 
 
+def test_a_tenant_takes_no_more_streams_than_its_share() -> None:
+    if os.geteuid():
+        pytest.skip("other users' processes need root")
+    flags = ["--set", f"namespaces.bound={BOUND}", "--set", "limits.hello_ms_max=600000"]
+    flags += ["--set", "limits.connections_max=9", "--set", "limits.sessions_max=3"]
+    with make_sidecar(flags=flags) as found, ExitStack() as held:
+        for folder in (found.run_dir.parent, found.run_dir):
+            os.chown(folder, 0, GROUP)
+            folder.chmod(0o2750)
+        found.start()
+        first = held.enter_context(closing(half(found, RED, engine_id="r1")))
+        first.attach()
+        second = held.enter_context(closing(half(found, RED, engine_id="r2")))
+        with pytest.raises(AssertionError, match=r"tenant-share.*limits\.sessions_max"):
+            second.attach()
+        silent = [held.enter_context(closing(half(found, RED))) for _ in range(12)]
+        answers = [one.stream.expect(attach.Refused) for one in silent[2:]]
+        assert {one.code for one in answers} == {"tenant-share"}
+        assert "limits.connections_max" in answers[0].message
+        for who, tenant, name in ((BLUE, "blue", "b"), ((0, 0), "", "own")):
+            with engine_of(found, who, tenant, name) as engine:
+                engine.put("served")
+        assert found.status()["pid"] == found.process.pid
+
+
 def test_without_a_binding_a_name_is_only_a_name() -> None:
     assert tenants.NOBODY_BOUND.refusal(Credentials(5, 5), {"tenant": "red"}, own=True) is None
     assert not tenants.NOBODY_BOUND.admits(Credentials(5, 5))
+
+
+def test_a_number_that_no_user_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names no user"):
+        tenants.parse("red=uid:4294967295")
 
 
 @pytest.mark.parametrize("text", ["red", "red=1000", "red=uid:x", "red=uid:1; red=uid:2", "=uid:1"])

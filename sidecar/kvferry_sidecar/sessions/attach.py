@@ -24,7 +24,7 @@ from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.errors import RunDirError
 from kvferry_sidecar.limits import Limits
-from kvferry_sidecar.locks import inode_of_path
+from kvferry_sidecar.locks import inode_of_path, remove_socket
 from kvferry_sidecar.loop import BROKEN, HANG_UP, READ, WRITE, Loop
 from kvferry_sidecar.observe.log import Throttle
 from kvferry_sidecar.sessions import hello as hello_checks
@@ -154,7 +154,7 @@ class AttachServer:
             self._close(connection)
         self._loop.unwatch(self._listener.fileno())
         if self.owns_path():
-            self._path.unlink(missing_ok=True)
+            remove_socket(self._path)
         self._listener.close()
         os.close(self._pidfd)
 
@@ -185,16 +185,14 @@ class AttachServer:
         )
         with self._closing_on_failure(connection):
             if len(self._connections) > self._limits.connections_max:
-                raise _RefusedError(
-                    Refused(
-                        "connections-max",
-                        f"{self._limits.connections_max} streams are open; raise "
-                        "limits.connections_max",
-                    )
-                )
+                raise _RefusedError(hello_checks.refused_stream(self._limits))
             who = credentials_of(stream)
-            if not uid_allowed(who.uid) and not self._registry.tenants.admits(who):
-                raise _RefusedError(hello_checks.refused_user(who.uid))
+            if not uid_allowed(who.uid):
+                others = [other.tenants for other in self._connections.values()]
+                tenants = self._registry.tenants
+                if refused := hello_checks.refused_tenant(who, tenants, others, self._limits):
+                    raise _RefusedError(refused)
+                connection.tenants = tenants.of(who)
 
     def _on_events(self, connection: Connection, events: int, now_s: float) -> None:
         with self._closing_on_failure(connection):

@@ -41,6 +41,7 @@ class Connection:
         self.stream = stream
         self.fd = stream.fileno()
         self.peer: Peer | None = None
+        self.tenants: Sequence[str] = ()  # of another user than the sidecar's
         self.registered = False  # its registration was answered: pushes may follow
         self.closing = False  # a refusal is on its way out; nothing is read any more
         self._out_bytes_max = out_bytes_max

@@ -15,7 +15,9 @@ from kvferry_native import Mapping
 
 from kvferry_sidecar.engines.cuda_driver import CudaError
 from kvferry_sidecar.geometry.device import DeviceMemory
+from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.sessions.registry import Backing, Offer
+from kvferry_sidecar.sessions.tenants import Credentials, Tenants
 
 rank_max = 1 << 20
 refusal_fields_max = 64
@@ -75,6 +77,22 @@ def check(hello: Hello, fds: int) -> int:
     if len(set(buffers)) != len(buffers):
         raise HelloError("memories", f"buffer numbers {buffers} are not distinct")
     return protocol
+
+
+def refused_stream(limits: Limits) -> Refused:
+    """Return the answer to a stream more than may be open."""
+    text = f"{limits.connections_max} streams are open; raise limits.connections_max"
+    return Refused("connections-max", text)
+
+
+def refused_tenant(
+    who: Credentials, tenants: Tenants, others: Sequence[Sequence[str]], limits: Limits
+) -> Refused | None:
+    """Return why another user's process gets no stream, or None. ``others``: tenants of each."""
+    mine = tenants.of(who)
+    if not mine:
+        return refused_user(who.uid)
+    return tenants.over_share(mine, others, limits.connections_max, "limits.connections_max")
 
 
 def refused_user(uid: int) -> Refused:

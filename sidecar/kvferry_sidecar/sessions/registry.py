@@ -148,6 +148,8 @@ class Registry:
                     f"{self._limits.sessions_max} sessions are attached already; raise "
                     "limits.sessions_max or stop engines that are not needed",
                 )
+            if refused := self._no_share(claim.who):
+                return refused
             session = self._sessions[key] = Session(key)
         elif hello.role == "worker" and len(session.workers) >= self._limits.ranks_max:
             return Refused(
@@ -156,6 +158,15 @@ class Registry:
                 "limits.ranks_max",
             )
         return self._admit(session, claim, now_s)
+
+    def _no_share(self, who: Credentials) -> Refused | None:
+        """Return why a process of another user makes no further session, or None."""
+        if uid_allowed(who.uid):
+            return None
+        firsts = [half for one in self._sessions.values() for half in readiness.halves(one)[:1]]
+        others = (self.tenants.of(it.who) for it in firsts if not uid_allowed(it.who.uid))
+        mine, most = self.tenants.of(who), self._limits.sessions_max
+        return self.tenants.over_share(mine, others, most, "limits.sessions_max")
 
     def _living(self, key: SessionKey, now_s: float) -> Session | None:
         """Return the session after handling deaths that the loop has not come to yet."""

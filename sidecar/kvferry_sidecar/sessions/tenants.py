@@ -8,7 +8,8 @@ the tenants that are bound to it, and nobody else may take a bound tenant's name
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from kvferry_connector.wire.attach import Refused
 from kvferry_sidecar.errors import ConfigError
 
 KEY = "namespaces.bound"
+_ID_END = 2**32 - 1  # no user or group has this number or a higher one
 _BINDING = re.compile(r"([^=;,\s]+)=((?:uid|gid):\d{1,10}(?:,(?:uid|gid):\d{1,10})*)")
 
 
@@ -41,6 +43,23 @@ class Tenants:
     def admits(self, who: Credentials) -> bool:
         """Whether a process of another user than the sidecar's may attach."""
         return bool(self.of(who))
+
+    def over_share(
+        self, mine: Sequence[str], others: Iterable[Sequence[str]], places: int, limit: str
+    ) -> Refused | None:
+        """Return why a process of the tenants ``mine`` gets no further one of ``places``, or None.
+
+        ``limit``: the setting that says how many places there are.
+        ``others``: the tenants of who holds a place now. Every tenant has an equal share, and so
+        have the sidecar's own user and root together: nobody can take what the others need.
+        """
+        share = max(1, places // (len(self.bound) + 1))
+        taken = Counter(tenant for other in others for tenant in other)
+        for tenant in mine:
+            if taken[tenant] >= share:
+                text = f"tenant {tenant!r} has its share, {share} of {places}; raise {limit}"
+                return Refused("tenant-share", text)
+        return None
 
     def refusal(
         self, who: Credentials, identity: Mapping[str, str], *, own: bool
@@ -75,4 +94,6 @@ def parse(text: str, origin: str = KEY) -> Tenants:
             )
         pairs = (holder.split(":") for holder in found[2].split(","))
         bound[found[1]] = frozenset((kind, int(number)) for kind, number in pairs)
+        if any(number >= _ID_END for _, number in bound[found[1]]):
+            raise ConfigError(f"{KEY} ({origin}): {one!r} names no user", f"below {_ID_END}")
     return Tenants(bound)

@@ -144,6 +144,8 @@ def test_sizes(text, value):
         ("log__level", "loud", "debug|loud"),
         ("limits__drain_ms_max", "30s", "milliseconds"),
         ("limits__ranks_max", 0, "at least 1"),
+        ("limits__router_hwm", 2**31, "2147483647"),
+        ("limits__stall_ms_max", 19, ">= 20"),
         ("run_dir", "relative", "absolute"),
         ("run_dir", "/" + "x" * 90, "longer than 80"),
     ],
@@ -162,6 +164,8 @@ def test_a_file_that_is_no_toml_or_missing(file, tmp_path):
         load(file("bytes = = 3"))
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="more than 1048576 characters"):
+        load(Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(
