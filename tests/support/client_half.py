@@ -49,8 +49,9 @@ class ClientHalf:
         return link
 
     def send(self, message: FromHalf, *raw: bytes) -> None:
-        """Send one message on the current link."""
-        assert self.client.send(self.ready_link(), message, raw)
+        """Send one message on the current link; if that ends meanwhile, on the next one."""
+        while not self.client.send(link := self.ready_link(), message, raw):
+            wait_until(lambda old=link: self.client.link() is not old, "what takes nothing ends")
 
     def receive(
         self, kind: type[M], which: Callable[[M], bool] = lambda _: True, what: str = ""
