@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
-from kvferry_sidecar.errors import HttpError
+from kvferry_sidecar.errors import ExitCode, HttpError, RunDirError
 from kvferry_sidecar.loop import READ, Loop
 from kvferry_sidecar.observe.http import protocol, ui
 from kvferry_sidecar.observe.http.guard import read_token
@@ -204,3 +204,9 @@ def test_without_a_built_page_it_says_how_to_build_it(tmp_path):
     assert client.get("/").headers["location"] == "ui/"
     (tmp_path / "index.html").write_text("built")
     assert TestClient(Starlette(routes=ui.routes(tmp_path))).get("/ui/").text == "built"
+
+
+def test_a_socket_that_cannot_be_made_blames_the_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="cannot be bound") as refused:
+        bind_unix(tmp_path / "missing" / "http.sock")
+    assert refused.value.exit_code is ExitCode.RUN_DIR

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from structlog.typing import FilteringBoundLogger as Log
 
-from kvferry_sidecar.errors import HttpError
+from kvferry_sidecar.errors import HttpError, RunDirError
 from kvferry_sidecar.observe.http.window import Window
 from kvferry_sidecar.observe.log import Throttle
 
@@ -33,7 +33,7 @@ _end_s_max = 3.0
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Return a listening Unix socket that only this user can open. Raises HttpError."""
+    """Return a listening Unix socket that only this user can open. Raises RunDirError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))
@@ -41,7 +41,8 @@ def bind_unix(path: Path) -> socket.socket:
         listener.listen(_backlog_max)
     except OSError as error:
         listener.close()
-        raise HttpError(f"{path} cannot be bound: {error}", "set another run_dir") from error
+        remedy = "make sure that the directory has space, or set another run_dir"
+        raise RunDirError(f"{path} cannot be bound: {error}", remedy) from error
     return listener
 
 
