@@ -17,6 +17,8 @@ from support.sim_network import FAULTS as FRAME_FAULTS
 from support.sim_network import KINDS
 from support.sim_world import FAULTS, SLOTS, World, simulated
 
+pytestmark = pytest.mark.timeout(1200)  # all runs belong to the first test
+
 STEPS = 5_000
 SEEDS = range(20)
 EACH_FAULT_MIN = 100
