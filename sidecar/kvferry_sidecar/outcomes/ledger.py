@@ -17,6 +17,7 @@ from kvferry_sidecar.outcomes.histogram import BYTES, SECONDS, Histogram, Histog
 from kvferry_sidecar.outcomes.reasons import Reason
 
 KINDS = ("load", "save")
+new_max = 256  # ended parts that wait to be counted by size and time
 STAGES = ("fence", "queue", "copy")  # waiting for the engine's step, for its turn, being copied
 End = tuple[str, JobStatusName, Reason]  # kind, status, reason
 SessionName = tuple[str, str]  # (engine_id, instance_id): sessions.model.SessionKey
@@ -97,6 +98,7 @@ class Ledger:
         self._faults: list[str] = []
         self._stages = {kind: [Histogram(SECONDS) for _ in STAGES] for kind in KINDS}
         self._bytes = {kind: Histogram(BYTES) for kind in KINDS}
+        self._new: list[tuple[str, int, tuple[float, float, float]]] = []  # not counted yet
 
     def accept(self, session: SessionName, part: PartKey, kind: str) -> None:
         """A part was taken; it must end exactly once. ``kind`` is "load" or "save"."""
@@ -131,9 +133,9 @@ class Ledger:
             account.loaded_bytes += moved_bytes
         else:
             account.saved_bytes += moved_bytes
-        self._bytes[kind].observe(moved_bytes)
-        for histogram, spent_s in zip(self._stages[kind], stages, strict=True):
-            histogram.observe(spent_s)
+        self._new.append((kind, moved_bytes, stages))
+        if len(self._new) >= new_max:
+            self._take_in()
 
     def refuse(self, session: SessionName, reason: Reason) -> None:
         """A submit was refused: never accepted, so it is counted apart."""
@@ -157,6 +159,7 @@ class Ledger:
 
     def stage_seconds(self) -> dict[str, HistogramReading]:
         """Seconds of parts, by "kind/stage"."""
+        self._take_in()
         return {
             f"{kind}/{stage}": histogram.reading()
             for kind, histograms in self._stages.items()
@@ -165,6 +168,7 @@ class Ledger:
 
     def part_bytes(self) -> dict[str, HistogramReading]:
         """Bytes of parts, by kind."""
+        self._take_in()
         return {kind: histogram.reading() for kind, histogram in self._bytes.items()}
 
     def integrity(self, running: Collection[PartKey]) -> list[str]:
@@ -185,6 +189,15 @@ class Ledger:
         if by_count != len(self._open):
             found.append(f"{by_count} open by count, {len(self._open)} by name")
         return found
+
+    def _take_in(self) -> None:
+        """Count what ended since the last time: many values of a histogram at once."""
+        new, self._new = self._new, []
+        for kind in KINDS:
+            ends = [(moved_bytes, *stages) for name, moved_bytes, stages in new if name == kind]
+            histograms = (self._bytes[kind], *self._stages[kind])
+            for histogram, values in zip(histograms, zip(*ends, strict=True), strict=False):
+                histogram.observe_all(values)
 
     def _whole(self) -> _Account:
         """Return the sum over all sessions since the start."""

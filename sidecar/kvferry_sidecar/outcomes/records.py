@@ -28,7 +28,7 @@ class Why(NamedTuple):
     detail: str = ""
 
 
-class JobEnd(msgspec.Struct, frozen=True):
+class JobEnd(msgspec.Struct, frozen=True, gc=False):
     """One settled job. ``stages``: seconds of its slowest rank at its fence, queued, copied."""
 
     kind: str
@@ -44,7 +44,7 @@ class JobEnd(msgspec.Struct, frozen=True):
 NO_WHY = Why(Reason.NONE)
 
 
-class Record(msgspec.Struct, eq=False):
+class Record(msgspec.Struct, eq=False, gc=False):
     """One admission of one request. Token counts are prefixes from token 0, times monotonic.
 
     ``wanted_tokens`` is the longest hit that was possible, ``offered_tokens`` what was leased.

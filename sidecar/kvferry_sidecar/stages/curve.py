@@ -14,7 +14,7 @@ and slower tiers (a hit is one of the host pool).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -27,7 +27,6 @@ window_s = 3600.0
 new_max = 64  # lookups and saves that wait to be counted
 new_keys_max = 4096
 
-_NONE = (_ALL, 0)  # behind the last row
 _KEY_BYTES = 16
 
 Keys = NDArray[np.uint8]  # (n, 16)
@@ -145,34 +144,39 @@ class Curve:
         new, self._new, self._new_keys = self._new, [], 0
         if not new:
             return
-        for _, each_bytes, _ in new:
-            self._choose(each_bytes)
+        if not self._chosen:
+            for _, each_bytes, _ in new:
+                self._choose(each_bytes)
+        threshold = self._threshold
         bits = np.frombuffer(b"".join([keys for keys, _, _ in new]), "<u8")[1::2]
-        chosen: Iterator[tuple[int, int]]
-        if self._threshold < _ALL:
-            rows = (bits < np.uint64(self._threshold)).nonzero()[0]
-            chosen = zip(rows.tolist(), bits[rows].tolist(), strict=True)
-        else:
-            chosen = enumerate(bits.tolist())
-        row, key = next(chosen, _NONE)
-        begin = 0
-        for keys, each_bytes, lookup in new:
-            end = begin + len(keys) // _KEY_BYTES
-            followed = []
-            while row < end:
-                if key < self._threshold:  # which may have fallen meanwhile
-                    followed.append((row - begin, key))
-                row, key = next(chosen, _NONE)
-            begin = end
+        rows = np.arange(len(bits))
+        if threshold < _ALL:
+            rows = (bits < np.uint64(threshold)).nonzero()[0]
+        ends = np.cumsum([len(keys) // _KEY_BYTES for keys, _, _ in new])
+        lasts = np.searchsorted(rows, ends).tolist()
+        chosen = list(zip(rows.tolist(), bits[rows].tolist(), strict=True))
+        begin = first = 0
+        for (_, each_bytes, lookup), end, last in zip(new, ends.tolist(), lasts, strict=True):
+            followed = chosen[first:last]
+            if self._threshold < threshold:  # it fell meanwhile
+                followed = [one for one in followed if one[1] < self._threshold]
             if followed and lookup is not None:
-                self._look_up(followed, each_bytes, lookup)
+                self._look_up(followed, begin, each_bytes, lookup)
             elif followed:  # the head of a prefix is used last, as in the pool
                 self._use([(key, each_bytes) for _, key in reversed(followed)])
+            begin, first = end, last
 
-    def _look_up(self, followed: list[tuple[int, int]], each_bytes: int, lookup: _Lookup) -> None:
-        """Count the misses among followed (row, key) of a request, then use what there is."""
+    def _look_up(
+        self, followed: list[tuple[int, int]], begin: int, each_bytes: int, lookup: _Lookup
+    ) -> None:
+        """Count the misses among followed (row, key) of a request, then use what there is.
+
+        Rows are counted from ``begin`` on.
+        """
         unit_tokens, (local, wanted), hit_tokens = lookup
-        first, last, stored = (tokens // unit_tokens for tokens in (local, wanted, hit_tokens))
+        first, last, stored = (
+            begin + tokens // unit_tokens for tokens in (local, wanted, hit_tokens)
+        )
         places = [0] * (len(SIZES) + 1)
         found = []
         for row, key in followed:
@@ -184,11 +188,18 @@ class Curve:
                 place = _SAME  # the pool has it from before this start
             places[place] += first <= row < last
             found.append((key, each_bytes))
-        missing = 0
+        if any(places[1:]):
+            self._count_missed(places, unit_tokens)
+        if found:
+            found.reverse()
+            self._use(found)
+
+    def _count_missed(self, places: list[int], unit_tokens: int) -> None:
+        """Count what each size misses: the keys that are ``places`` sizes further."""
+        missing, share = 0, unit_tokens * (_ALL / self._threshold)
         for size in range(len(SIZES) - 1, -1, -1):
             missing += places[size + 1]
-            self._now.missed[size] += missing * unit_tokens * (_ALL / self._threshold)
-        self._use(reversed(found))
+            self._now.missed[size] += missing * share
 
     def _choose(self, unit_bytes: int) -> None:
         """Choose the threshold by the first objects' size."""
@@ -200,7 +211,9 @@ class Curve:
 
     def _place(self, key: int) -> int:
         """Return how many of the sizes are too small to hold a key still."""
-        use = self._last_use.get(key, -1)
+        use = self._last_use.get(key)
+        if use is None:
+            return len(SIZES)
         for place, edge in enumerate(self._edges):
             if use >= edge:
                 return place
@@ -213,16 +226,21 @@ class Curve:
         """
         uses, inside, first = self._uses, self._inside, self._first
         last_use, edges, oldest = self._last_use, self._edges, self._edges[-1]
+        fresh_bytes = 0
         for key, new_bytes in used:
             use, size = last_use.pop(key, -1), new_bytes
-            if use >= oldest:
+            if use < oldest:  # new to every size
+                fresh_bytes += size
+            else:
                 size, uses[use - first] = uses[use - first], 0
-            for place, edge in enumerate(edges):
-                if use >= edge:
-                    break
-                inside[place] += size
+                for place, edge in enumerate(edges):
+                    if use >= edge:
+                        break
+                    inside[place] += size
             last_use[key] = first + len(uses)
             uses.append(size)
+        if fresh_bytes:
+            self._inside = [held + fresh_bytes for held in inside]
         self._settle()
         if len(self._last_use) > self._tracked_max or len(uses) > 4 * self._tracked_max:
             self._forget()

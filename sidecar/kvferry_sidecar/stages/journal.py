@@ -25,6 +25,9 @@ from kvferry_sidecar.tiers.host import HostTier
 request_chars_max = 256
 trace_chars_max = 64  # a W3C traceparent has 55
 
+# To name a member of an enum costs Python 3.11 more than a call.
+_NONE, _ABSENT, _DONE = Reason.NONE, Reason.ABSENT, JobStatusName.DONE
+
 
 class Journal:
     """Owned by the control loop. Tokens and requests count first answers only."""
@@ -79,21 +82,23 @@ class Journal:
         """The hint of a probe went out; one of nothing is explained now, while it is known."""
         record = self._record((peer.session.life, probe.admission))
         shape, admission = found
+        wanted_tokens = 0
         if not admission.hint_tokens:  # nobody may ask, and its saves are stored when it ends
-            self._sample(shape, admission, (0, longest_tokens(shape, admission)), 0, now_s)
+            wanted_tokens = longest_tokens(shape, admission)
+            self._sample(shape, admission, (0, wanted_tokens), 0, now_s)
         if record is None:
             return
         record.hint_tokens, record.hint_s = admission.hint_tokens, now_s
         if admission.hint_tokens:
             return
-        record.wanted_tokens = longest_tokens(shape, admission)
-        if not record.wanted_tokens:
+        record.wanted_tokens = wanted_tokens
+        if not wanted_tokens:
             return
         elsewhere = None
         if probe.start == 0:
             elsewhere = self.namespaces.holder(self._pool, peer.session, raw, probe.hash_bytes)
         record.why = elsewhere or why_short(
-            self._pool, shape, admission.keys, hit_tokens=0, wanted_tokens=record.wanted_tokens
+            self._pool, shape, admission.keys, hit_tokens=0, wanted_tokens=wanted_tokens
         )
 
     def held(self, session: Session, admission: int, now_s: float) -> None:
@@ -123,10 +128,10 @@ class Journal:
         missed = ask.max_tokens - reached
         if missed <= 0:
             return
-        why = Why(Reason(answer.reason)) if answer.reason != Reason.ABSENT else NO_WHY
+        why = Why(Reason(answer.reason)) if answer.reason != _ABSENT else NO_WHY
         if why is NO_WHY and record is not None and not answer.hit_tokens:
             why = record.why  # as it was at the hint of nothing
-        if why.reason is Reason.NONE:
+        if why.reason is _NONE:
             why = why_short(
                 self._pool, shape, admission.keys,
                 hit_tokens=answer.hit_tokens, wanted_tokens=ask.max_tokens,
@@ -188,7 +193,7 @@ class Journal:
         self.prefixes.hit(first_chunk, session.key, tokens, reached, now_s)
 
     def _missed(self, record: Record | None, why: Why, tokens: int, *, whole: bool) -> None:
-        reason = why.reason or Reason.ABSENT
+        reason = why.reason or _ABSENT
         self.miss_tokens[reason] += tokens
         self.miss_requests[reason] += whole
         if record is not None:
@@ -207,7 +212,7 @@ class Journal:
         """Every local rank of a job is terminal."""
         job, work = run.job, run.work
         end = _end_of(run)
-        done = end.status == JobStatusName.DONE
+        done = end.status == _DONE
         record = self._record((job.life, job.admission))
         if isinstance(job, LoadJob):
             tokens = job.total_tokens - job.local_tokens
@@ -226,8 +231,8 @@ class Journal:
 
 def _end_of(run: JobRun) -> JobEnd:
     """Return how a job ended: its worst rank's status, its slowest rank's seconds."""
-    status: str = JobStatusName.DONE
-    reason = Reason.NONE
+    status: str = _DONE
+    reason = _NONE
     for absent in run.absent.values():
         status, reason = JobStatusName.FAILED, absent
     moved_bytes, ended_s, slowest = 0, run.opened_s, None
@@ -235,7 +240,7 @@ def _end_of(run: JobRun) -> JobEnd:
         moved_bytes += part.moved_bytes
         if slowest is None or part.ended_s >= ended_s:
             ended_s, slowest = part.ended_s, part
-        if part.end is not None and part.end.status is not JobStatusName.DONE:
+        if part.end is not None and part.end.status is not _DONE:
             status, reason = part.end.status, part.end.reason
     job = run.job
     end_tokens = job.total_tokens if isinstance(job, LoadJob) else job.end_tokens

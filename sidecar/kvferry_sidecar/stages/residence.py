@@ -6,7 +6,6 @@ mixed, so the sample is fair. What an earlier process stored has no mark and is 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from itertools import accumulate
 
 import numpy as np
@@ -60,10 +59,12 @@ class Residence:
         if not untold:
             return
         keys = b"".join([keys for keys, _, _ in untold])
-        ends = list(accumulate(len(keys) for keys, _, _ in untold))
         chosen = (np.frombuffer(keys, np.uint8)[::_KEY_BYTES] < 256 // one_in).nonzero()[0]
-        for at in (chosen * _KEY_BYTES).tolist():
-            _, now_s, entered = untold[bisect_right(ends, at)]
+        chosen *= _KEY_BYTES
+        ends = list(accumulate([len(keys) for keys, _, _ in untold]))
+        groups = np.searchsorted(ends, chosen, side="right").tolist()
+        for at, group in zip(chosen.tolist(), groups, strict=True):
+            _, now_s, entered = untold[group]
             name = keys[at : at + _KEY_BYTES]
             before_s = self._entered_s.pop(name, None)
             if entered:

@@ -23,6 +23,7 @@ namespaces_max = 128  # remembered, as many as the pool tells apart
 namespaces_asked_max = 32  # looked at after a miss of the whole prompt, the newest first
 fields_max = 4  # differing fields that are named
 
+_UNKNOWN = Absence.UNKNOWN  # to name it costs Python 3.11 more than a call
 _NEVER = Why(Reason.ABSENT, "not even the first chunk of the prompt is stored")
 
 
@@ -71,6 +72,8 @@ class Namespaces:
         """Return where else the prompt's first chunk is kept, and which facts differ; or None."""
         own = session.namespaces.get(session.version)
         mine = self._known.get(own) if own is not None else None
+        if len(self._known) == 1 and own in self._known:
+            return None  # nowhere else
         for digest, facts in islice(reversed(self._known.items()), namespaces_asked_max):
             chunk_bytes = facts.hashes_per_unit * hash_bytes
             if digest == own or len(hashes) < chunk_bytes:
@@ -100,7 +103,9 @@ def why_short(
     stored = shape.stored_groups()
     held_tokens, run, place = wanted_tokens, -1, -1
     for at in shape.whole:
-        chunks = pool.prefix(keys[at])
+        # Most misses are of the first chunk, and to look at it alone costs a part of the whole.
+        known = hit_tokens or pool.prefix(keys[at][:1])
+        chunks = pool.prefix(keys[at]) if known else 0
         if run < 0 or chunks * stored[at].block_tokens < held_tokens:
             held_tokens, run, place = chunks * stored[at].block_tokens, chunks, at
     align = shape.hit_alignment
@@ -111,10 +116,10 @@ def why_short(
     if run >= len(of_group):
         return Why(Reason.ABSENT, f"all {run} chunks of group {group.group} are stored")
     absence = pool.absence(of_group[run : run + 1])
-    if absence is Absence.UNKNOWN and run == 0:
+    if absence is _UNKNOWN and run == 0:
         return _NEVER
     where = f"chunk {run} of group {group.group}, after token {run * group.block_tokens}"
-    if absence is Absence.UNKNOWN:
+    if absence is _UNKNOWN:
         return Why(Reason.ABSENT, where)
     if absence is Absence.BEING_WRITTEN:
         return Why(Reason.BEING_WRITTEN, where)

@@ -231,6 +231,9 @@ def test_a_histogram_counts_up_to_its_bounds():
     assert (reading.counts, reading.sum, reading.count) == ([2, 1, 1], 12.0, 4)
     assert (reading.quantile(0.5), reading.quantile(0.99)) == (1.0, 2.0)
     assert Histogram((1.0,)).reading().quantile(0.5) == 0.0
+    at_once = Histogram((1.0, 2.0))
+    at_once.observe_all((0.5, 1.0, 1.5, 9.0))
+    assert at_once.reading() == reading
 
 
 def test_every_reason_of_a_miss_is_one_that_is_explained():
