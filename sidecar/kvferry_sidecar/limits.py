@@ -27,7 +27,6 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sessions_max: int = 64  # engines known at a time
     ranks_max: int = 16  # local worker halves of one session
     heartbeat_ms: int = 1_000  # how often a half beats
-    silent_ms_max: int = 10_000  # without a heartbeat a half counts as silent (never as dead)
 
     # Probes and leases.
     admissions_max: int = 16_384  # known admissions of one session

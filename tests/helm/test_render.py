@@ -102,7 +102,7 @@ def test_settings_of_the_values_arrive_with_their_types():
     assert settings["limits"] == {
         "drain_ms_max": 30000,
         "sessions_max": 8,
-        "silent_ms_max": 5000,
+        "jobs_max": 5000,
     }
     assert settings["tiers"]["host"] == {
         "bytes": "1024MiB",

@@ -64,7 +64,7 @@ VARIANTS: Mapping[str, Values] = {
         "sidecar": {
             "memory": "4Gi",
             "config": {
-                "limits": {"sessions_max": 8, "silent_ms_max": 5000},
+                "limits": {"sessions_max": 8, "jobs_max": 5000},
                 "tiers": {"host": {"numa": "0"}},
             },
             "extraEnv": [{"name": "TZ", "value": "UTC"}],
