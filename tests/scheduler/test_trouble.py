@@ -203,6 +203,21 @@ def test_new_epoch_and_need_full_are_answered_with_the_full_probe(tmp_path: Path
     engine.assert_idle()
 
 
+def test_a_hint_from_before_need_full_is_not_believed(tmp_path: Path) -> None:
+    engine = make(tmp_path, probe_ms_max=60_000, lookup_wait_us_max=0)
+    engine.node.answers = False
+    engine.add("b", PROMPT)
+    engine.step(2)
+    ask = engine.node.unanswered[0]
+    engine.node.known.clear()
+    engine.node.answers = True
+    engine.node.answer_all()
+    engine.node.inbox.append(hot.Hint(ask.admission, 0, 0))
+    engine.run()
+    assert loads_of(engine.node) == [("b", 0, 192)]
+    engine.assert_idle()
+
+
 def test_failed_local_reset_leaves_the_namespace_all_the_same(tmp_path: Path) -> None:
     engine = SchedulerUnderTest(tmp_path)
     engine.node.save_steps = 30

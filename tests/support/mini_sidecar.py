@@ -231,6 +231,10 @@ class _Server:
             case {"hang_up": _}:
                 for peer in list(self.peers.values()):
                     self.hang_up(peer)
+            case {"hold": _}:
+                quiet = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
+                child = subprocess.Popen(["sleep", "60"], pass_fds=list(self.peers), **quiet)
+                self.tell("held", pid=child.pid)
             case {"let_go": _}:
                 for peer in self.peers.values():
                     peer.say(attach.Left())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -250,6 +251,23 @@ def test_a_closed_stream_is_no_death(serve: Serve, client_for: Attach) -> None:
     assert not client.is_dead(1)
     assert client.send(again, hot.Release([8])), "the hot socket outlives the stream"
     wait_until(lambda: hot_texts(sidecar), "delivered")
+
+
+def test_a_stream_that_outlives_its_sidecar_holds_nobody_up(
+    serve: Serve, client_for: Attach
+) -> None:
+    first = serve(1)
+    client = client_for()
+    ready_link(client, 1)
+    first.do(hold=1)
+    wait_until(lambda: first.events("held"), "a child has the stream too")
+    child = first.events("held")[0]["pid"]
+    try:
+        first.kill()
+        serve(2)
+        ready_link(client, 2)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_heartbeats_carry_the_leases(serve: Serve, client_for: Attach) -> None:
