@@ -80,6 +80,14 @@ def test_prompt_shorter_than_a_block_says_nothing(engine: SchedulerUnderTest) ->
     engine.assert_idle()
 
 
+def test_steps_with_nothing_to_do_share_what_they_carry(engine: SchedulerUnderTest) -> None:
+    engine.add("a", PROMPT[:8], max_tokens=4)
+    engine.run()
+    assert len(engine.outputs) >= 4
+    assert len({id(output.kv_connector_metadata) for output in engine.outputs}) == 1
+    engine.assert_idle()
+
+
 def test_a_trace_context_travels_with_the_hashes(engine: SchedulerUnderTest) -> None:
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     engine.add("a", PROMPT, trace_headers={"traceparent": parent, "tracestate": "x=1"})

@@ -232,8 +232,10 @@ class _Server:
                 for peer in list(self.peers.values()):
                     self.hang_up(peer)
             case {"hold": _}:
-                quiet = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
-                child = subprocess.Popen(["sleep", "60"], pass_fds=list(self.peers), **quiet)
+                child = subprocess.Popen(
+                    ["sleep", "60"], pass_fds=list(self.peers),
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                )  # fmt: skip
                 self.tell("held", pid=child.pid)
             case {"let_go": _}:
                 for peer in self.peers.values():
