@@ -9,16 +9,16 @@ from support.sources import ROOT, python_files
 
 SIDECAR = "sidecar/kvferry_sidecar/"
 DECLARED = (f"{SIDECAR}limits.py", f"{SIDECAR}config.py")
-REASONS, ATTACH = "outcomes/reasons.py", "sessions/attach.py"
+REASONS = "outcomes/reasons.py"
 SAMPLES, GEOMETRY = "observe/samples.py", "geometry/checks.py"
 # What tells that a bound was reached: a file, and the reason, count or state it has there.
 TOLD: dict[str, tuple[str, str]] = {
-    "connections_max": (ATTACH, "connections-max"),
+    "connections_max": (SAMPLES, "connections-max"),
     "hello_ms_max": (SAMPLES, "hello_ms_max"),
     "attach_out_bytes_max": (SAMPLES, "attach_out_bytes_max"),
     "versions_max": (REASONS, "version"),
-    "sessions_max": ("sessions/registry.py", "sessions-max"),
-    "ranks_max": ("sessions/registry.py", "ranks-max"),
+    "sessions_max": (SAMPLES, "sessions-max"),
+    "ranks_max": (SAMPLES, "ranks-max"),
     "admissions_max": (REASONS, "admissions-max"),
     "hashes_max": (REASONS, "hashes-max"),
     "key_bytes_max": (REASONS, "key-bytes-max"),
