@@ -24,6 +24,8 @@ namespace kvferry {
 namespace {
 
 constexpr uint64_t kAheadBytes = 1 << 20;  // who maps or unmaps meanwhile waits for one piece
+constexpr uint64_t kUnmapBytes = 16 << 20;
+constexpr uint64_t kAtOnceBytes = 256 << 20;
 
 // A memfd without sealing and a file of a mounted tmpfs both answer F_SEAL_SEAL; the kernel tells
 // them apart only by the name it gives to a memfd.
@@ -75,6 +77,29 @@ bool check_size(int fd, uint64_t total_bytes) {
     return static_cast<uint64_t>(info.st_blocks) * 512 >= total_bytes;
 }
 
+// Every page that is mapped costs time again, in all up to half a second per GiB, in which the
+// control loop would stand still: a thread does it for much memory, in pieces as above.
+void unmap(std::byte* data, uint64_t total_bytes) noexcept {
+    const auto in_pieces = [data, total_bytes] {
+        for (uint64_t at = 0; at < total_bytes; at += kUnmapBytes) {
+            if (munmap(data + at, std::min(kUnmapBytes, total_bytes - at)) != 0) {
+                munmap(data + at, total_bytes - at);  // a piece is less than a huge page
+                return;
+            }
+        }
+    };
+    if (total_bytes > kAtOnceBytes) {
+        const SignalsBlocked inherited_by_the_thread;
+        try {
+            std::thread(in_pieces).detach();
+            return;
+        } catch (const std::system_error&) {
+            // No thread is to be had: the caller waits.
+        }
+    }
+    in_pieces();
+}
+
 // Reading is enough: a page of shared memory is mapped for both at once.
 void populate(std::byte* data, uint64_t total_bytes, const std::stop_token& stop) noexcept {
     for (uint64_t at = 0; at < total_bytes && !stop.stop_requested(); at += kAheadBytes) {
@@ -121,7 +146,7 @@ Mapping::~Mapping() {
         ahead_.request_stop();
         ahead_.join();
     }
-    munmap(data_, total_bytes_);
+    unmap(data_, total_bytes_);
 }
 
 uint64_t Mapping::load_u64(uint64_t offset) const {

@@ -189,6 +189,18 @@ def test_mapping_ahead_leaves_the_holes_of_a_file() -> None:
     os.close(fd)
 
 
+@pytest.mark.parametrize("total_bytes", [4096, (300 << 20) + 4096], ids=["small", "large"])
+def test_a_mapping_goes_with_its_last_user(total_bytes: int) -> None:
+    """A thread unmaps what is large: with all its pages that takes up to half a second per GiB."""
+    fd = _sealed_memfd(total_bytes)
+    inode = f" {os.fstat(fd).st_ino} "
+    mapping = Mapping(fd, total_bytes, ahead=True)
+    assert inode in Path("/proc/self/maps").read_text()
+    del mapping
+    wait_until(lambda: inode not in Path("/proc/self/maps").read_text(), "all of it is unmapped")
+    os.close(fd)
+
+
 def test_mapping_needs_a_writable_descriptor() -> None:
     fd = os.memfd_create("kv", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
