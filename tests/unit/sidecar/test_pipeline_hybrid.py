@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvferry_connector.wire.hot import Release
+from kvferry_sidecar.stages.shape import session_shape
 from support.hybrid_bed import (
     LOADED,
     assert_loaded,
@@ -70,6 +73,16 @@ def test_a_drafter_matches_a_block_above_the_hit_and_drops_it(kinds, tokens):
     assert total == 176
     assert load(bed, engine, 1, total)[0].status == "done"
     assert_loaded(engine, 1, total)
+
+
+def test_only_the_draft_groups_of_any_stage_drop_a_block():
+    """vLLM clears the mark on a pipeline stage that has no layers of the draft group."""
+    engine = make_engine(kinds=[FULL, DRAFT], ranks=2)
+    engine.session.use_eagle = True
+    first = engine.workers[0]
+    unmarked = tuple(replace(group, eagle=False) for group in first.geometry.groups)
+    first.geometry = replace(first.geometry, groups=unmarked)
+    assert session_shape(engine.session).rules.eagle_ids == {1}
 
 
 def test_a_window_is_kept_at_the_replay_boundary_only():
