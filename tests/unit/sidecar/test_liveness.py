@@ -7,6 +7,7 @@ import subprocess
 import time
 
 from kvferry_sidecar.loop import HANG_UP, Loop
+from kvferry_sidecar.sessions.identity import proven_dead
 from kvferry_sidecar.sessions.liveness import Liveness
 from kvferry_sidecar.sessions.model import Peer, Session, SessionKey
 from support.memory import open_descriptors
@@ -54,6 +55,13 @@ def test_a_hang_up_without_the_bit_is_no_proof() -> None:
     assert liveness.watches(peer)
     liveness.close()
     loop.close()
+
+
+def test_a_hang_up_alone_proves_nothing_when_asked_either() -> None:
+    hung_up, other = os.pipe()
+    os.close(other)  # POLLHUP, and nothing to read
+    assert not proven_dead(hung_up)
+    os.close(hung_up)
 
 
 def test_forgetting_closes_the_descriptor() -> None:
