@@ -193,6 +193,11 @@ class Mapping:
     def total_bytes(self) -> int: ...
     def load_u64(self, offset: int) -> int:
         """Atomic acquire load of an aligned word (fence words)."""
+    def let_go(self) -> bool:
+        """Begin to unmap, by a thread; True when nothing is mapped any more: ask again until then.
+
+        Nothing happens while a Layout, or a copy of it, exists. Use nothing after the first call that did something.
+        """
     @property
     def sealed(self) -> bool:
         """F_SEAL_SHRINK is set: the peer cannot shrink it under a copy (SIGBUS).

@@ -48,7 +48,7 @@ std::vector<T> values(const std::optional<Array<T>>& array) {
 
 // The copy threads hold the C++ objects only, never Python's: they never need the GIL.
 struct PyMapping {
-    std::shared_ptr<const kvferry::Mapping> native;
+    std::shared_ptr<kvferry::Mapping> native;
 };
 
 struct PyLayout {
@@ -157,7 +157,10 @@ void bind_memory(nb::module_& m) {
         .def(
             "load_u64",
             [](const PyMapping& self, uint64_t offset) { return self.native->load_u64(offset); },
-            "offset"_a);
+            "offset"_a)
+        .def("let_go", [](const PyMapping& self) {
+            return self.native.use_count() == 1 && self.native->let_go();
+        });
 
     nb::class_<PyLayout>(m, "Layout")
         .def(

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -218,6 +219,32 @@ void test_refusals() {
     CHECK(engine.pending() == 0);
 }
 
+// The memory of a peer is unmapped by a thread, also when that is destroyed or was still mapping.
+void test_let_go() {
+    const size_t total = size_t{65} << 20;
+    for (const bool ahead : {false, true}) {
+        const int fd = memfd_create("kv", MFD_ALLOW_SEALING);
+        CHECK(fd >= 0);
+        CHECK(ftruncate(fd, static_cast<off_t>(total)) == 0);
+        CHECK(posix_fallocate(fd, 0, static_cast<off_t>(total)) == 0);
+        CHECK(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+        Mapping waited(fd, total, ahead);
+        Mapping small(fd, 4096, ahead);
+        auto destroyed = std::make_unique<Mapping>(fd, total, ahead);
+        close(fd);
+        std::byte* const data = waited.data();
+        CHECK(msync(data, 4096, MS_ASYNC) == 0);
+        destroyed->let_go();
+        destroyed.reset();
+        CHECK(small.let_go());
+        while (!waited.let_go()) {
+            std::this_thread::yield();
+        }
+        CHECK(waited.let_go());
+        CHECK(msync(data, 4096, MS_ASYNC) != 0 && errno == ENOMEM);
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -226,5 +253,6 @@ int main() {
     test_close_while_others_submit();
     test_destruction_drains();
     test_refusals();
+    test_let_go();
     return 0;
 }

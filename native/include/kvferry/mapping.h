@@ -1,6 +1,7 @@
 // A peer's memory, mapped from a descriptor it passed.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <thread>
@@ -22,6 +23,11 @@ class Mapping {
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
 
+    // Begins to unmap, by a thread where it takes long (59 ms per GiB of 4 KiB pages, and the pages
+    // of a peer that died are freed with their last mapping); returns whether nothing is mapped any
+    // more: ask again until then. Nobody may use the memory from the first call on.
+    bool let_go() noexcept;
+
     std::byte* data() const noexcept { return data_; }
     uint64_t total_bytes() const noexcept { return total_bytes_; }
     bool sealed() const noexcept { return sealed_; }
@@ -32,11 +38,14 @@ class Mapping {
 
   private:
     void populate_ahead() noexcept;
+    void join() noexcept;
 
     std::byte* data_ = nullptr;
     uint64_t total_bytes_ = 0;
     bool sealed_ = false;
-    std::jthread ahead_;
+    bool leaving_ = false;
+    std::atomic<bool> unmapped_ = false;
+    std::jthread thread_;  // maps the pages ahead, and unmaps them in the end
 };
 
 }  // namespace kvferry

@@ -23,9 +23,8 @@
 namespace kvferry {
 namespace {
 
-constexpr uint64_t kAheadBytes = 1 << 20;  // who maps or unmaps meanwhile waits for one piece
-constexpr uint64_t kUnmapBytes = 16 << 20;
-constexpr uint64_t kAtOnceBytes = 256 << 20;
+constexpr uint64_t kAheadBytes = 1 << 20;    // who maps or unmaps meanwhile waits for one piece
+constexpr uint64_t kAtOnceBytes = 64 << 20;  // unmapped in 4 ms: no thread's worth
 
 // A memfd without sealing and a file of a mounted tmpfs both answer F_SEAL_SEAL; the kernel tells
 // them apart only by the name it gives to a memfd.
@@ -77,27 +76,12 @@ bool check_size(int fd, uint64_t total_bytes) {
     return static_cast<uint64_t>(info.st_blocks) * 512 >= total_bytes;
 }
 
-// Every page that is mapped costs time again, in all up to half a second per GiB, in which the
-// control loop would stand still: a thread does it for much memory, in pieces as above.
-void unmap(std::byte* data, uint64_t total_bytes) noexcept {
-    const auto in_pieces = [data, total_bytes] {
-        for (uint64_t at = 0; at < total_bytes; at += kUnmapBytes) {
-            if (munmap(data + at, std::min(kUnmapBytes, total_bytes - at)) != 0) {
-                munmap(data + at, total_bytes - at);  // a piece is less than a huge page
-                return;
-            }
-        }
-    };
-    if (total_bytes > kAtOnceBytes) {
-        const SignalsBlocked inherited_by_the_thread;
-        try {
-            std::thread(in_pieces).detach();
-            return;
-        } catch (const std::system_error&) {
-            // No thread is to be had: the caller waits.
-        }
+// In pieces: the whole at once would keep page faults and other mappings waiting.
+void unmap_all(std::byte* data, uint64_t total_bytes) noexcept {
+    for (uint64_t at = 0; at < total_bytes; at += kAheadBytes) {
+        madvise(data + at, std::min(kAheadBytes, total_bytes - at), MADV_DONTNEED);
     }
-    in_pieces();
+    munmap(data, total_bytes);
 }
 
 // Reading is enough: a page of shared memory is mapped for both at once.
@@ -133,23 +117,65 @@ Mapping::Mapping(int fd, uint64_t total_bytes, bool ahead) : total_bytes_(total_
 void Mapping::populate_ahead() noexcept {
     const SignalsBlocked inherited_by_the_thread;
     try {
-        ahead_ = std::jthread(
+        thread_ = std::jthread(
             [this](const std::stop_token& stop) { populate(data_, total_bytes_, stop); });
-        pthread_setname_np(ahead_.native_handle(), "kvferry-ahead");
+        pthread_setname_np(thread_.native_handle(), "kvferry-ahead");
     } catch (const std::system_error&) {
         // No thread is to be had: copies will do it, page by page.
     }
 }
 
 Mapping::~Mapping() {
-    if (ahead_.joinable()) {
-        ahead_.request_stop();
-        ahead_.join();
+    join();
+    if (unmapped_.load(std::memory_order_acquire)) {
+        return;
     }
-    unmap(data_, total_bytes_);
+    if (total_bytes_ > kAtOnceBytes) {  // nobody asks when it is done
+        const SignalsBlocked inherited_by_the_thread;
+        try {
+            std::thread(unmap_all, data_, total_bytes_).detach();
+            return;
+        } catch (const std::system_error&) {
+            // No thread is to be had: the caller waits.
+        }
+    }
+    unmap_all(data_, total_bytes_);
+}
+
+bool Mapping::let_go() noexcept {
+    if (!leaving_) {
+        leaving_ = true;
+        join();
+        const auto unmap = [this] {
+            unmap_all(data_, total_bytes_);
+            unmapped_.store(true, std::memory_order_release);
+        };
+        if (total_bytes_ <= kAtOnceBytes) {
+            unmap();
+            return true;
+        }
+        const SignalsBlocked inherited_by_the_thread;
+        try {
+            thread_ = std::jthread(unmap);
+            pthread_setname_np(thread_.native_handle(), "kvferry-unmap");
+        } catch (const std::system_error&) {
+            unmap();  // no thread is to be had
+        }
+    }
+    return unmapped_.load(std::memory_order_acquire);
+}
+
+void Mapping::join() noexcept {
+    if (thread_.joinable()) {
+        thread_.request_stop();
+        thread_.join();
+    }
 }
 
 uint64_t Mapping::load_u64(uint64_t offset) const {
+    if (leaving_) {
+        throw std::invalid_argument("the mapping was let go");
+    }
     if (offset % sizeof(uint64_t) != 0 || total_bytes_ < sizeof(uint64_t) ||
         offset > total_bytes_ - sizeof(uint64_t)) {
         throw std::invalid_argument("no aligned 8-byte word at offset " + std::to_string(offset) +

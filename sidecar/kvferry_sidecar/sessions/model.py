@@ -81,6 +81,12 @@ class Peer:
     # What the memories are, whatever descriptor they came by: buffer -> (device, inode, bytes).
     backing: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
+    def let_go(self) -> bool:
+        """Have the memory unmapped, behind the loop's back; return whether it is: ask again."""
+        self.geometry = None  # its layouts use the memory
+        gone = [one.let_go() for one in self.memories.values() if isinstance(one, Mapping)]
+        return all(gone)
+
 
 @dataclass(slots=True, eq=False)
 class Session:

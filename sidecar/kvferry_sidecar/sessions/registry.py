@@ -42,7 +42,7 @@ from kvferry_sidecar.sessions.model import Peer, RankGeometry, Session, SessionK
 from kvferry_sidecar.sessions.rules import retention_of
 from kvferry_sidecar.sessions.tenants import NOBODY_BOUND, Credentials, Tenants
 
-leaving_check_s = 0.05  # how often a left half's copies are asked for (they also wake the loop)
+leaving_check_s = 0.05  # how often left halves' copies and unmapping are asked for
 
 Backing = tuple[int, int, int]  # (device, inode, bytes) of a memory
 Memories = dict[int, Mapping | DeviceMemory]
@@ -102,7 +102,7 @@ class Registry:
         self._sessions: dict[SessionKey, Session] = {}
         self._by_routing_id: dict[bytes, Peer] = {}
         self._offers: dict[Peer, Offer] = {}
-        self._leaving: list[Peer] = []  # gone, but their session's copies may still run
+        self._leaving: list[Peer] = []  # gone, but their memory may still be mapped
 
     @property
     def sessions(self) -> list[Session]:
@@ -111,7 +111,7 @@ class Registry:
 
     @property
     def leaving(self) -> int:
-        """Halves that are gone and whose mappings wait for copies to stop."""
+        """Halves that are gone and whose memory is still mapped."""
         return len(self._leaving)
 
     def set_retention(self, retention: str) -> None:
@@ -346,12 +346,14 @@ class Registry:
     def tick(self, _now_s: float) -> float:
         """Close the mappings of halves that left, once their session's copies have stopped.
 
-        Who said Bye is told: its memory is its own again.
+        Who said Bye is told when nothing is mapped any more: its memory is its own again.
         """
-        staying = [peer for peer in self._leaving if self._events.busy(peer.session)]
+        staying = [
+            peer for peer in self._leaving if self._events.busy(peer.session) or not peer.let_go()
+        ]
         for peer in self._leaving:
             if peer not in staying:
-                peer.fence, peer.geometry = None, None
+                peer.fence = None
                 peer.memories, peer.backing = {}, {}
                 self._push(peer, Left())
         self._leaving = staying

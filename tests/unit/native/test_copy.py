@@ -189,9 +189,26 @@ def test_mapping_ahead_leaves_the_holes_of_a_file() -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("total_bytes", [4096, (300 << 20) + 4096], ids=["small", "large"])
+@pytest.mark.parametrize("total_bytes", [1 << 20, 65 << 20])
+def test_memory_is_unmapped_once_nothing_uses_it(total_bytes: int) -> None:
+    fd = _sealed_memfd(total_bytes)
+    mapping = Mapping(fd, total_bytes)
+    os.close(fd)
+    start, one = f"{mapping.address:x}-", np.array([4096])
+    layout = Layout(mapping, np.array([0]), one, one, 2)
+    assert not mapping.let_go()
+    ctypes.memset(mapping.address, 7, total_bytes)  # still there
+    del layout
+    wait_until(mapping.let_go, "it is unmapped")
+    assert f"\n{start}" not in Path("/proc/self/maps").read_text()
+    assert mapping.let_go()
+    with pytest.raises(ValueError, match="let go"):
+        mapping.load_u64(0)
+
+
+@pytest.mark.parametrize("total_bytes", [4096, (65 << 20) + 4096], ids=["small", "large"])
 def test_a_mapping_goes_with_its_last_user(total_bytes: int) -> None:
-    """A thread unmaps what is large: with all its pages that takes up to half a second per GiB."""
+    """Refused memory, or memory that is replaced: nobody asks whether it is unmapped."""
     fd = _sealed_memfd(total_bytes)
     inode = f" {os.fstat(fd).st_ino} "
     mapping = Mapping(fd, total_bytes, ahead=True)

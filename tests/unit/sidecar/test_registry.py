@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from kvferry_connector.wire.attach import (
     Bye,
@@ -21,6 +22,7 @@ from kvferry_connector.wire.attach import (
     Welcome,
 )
 from kvferry_connector.wire.version import LEFT_SINCE
+from kvferry_native import Layout, Mapping
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.sessions.model import Peer
 from kvferry_sidecar.sessions.registry import Claim, Offer
@@ -287,6 +289,32 @@ def test_a_bye_is_answered_once_the_memory_is_closed(node: Node, protocol: int) 
         node.pump(lambda: not node.registry.sessions, "the other has gone, too")
     assert len(mapped_files()) == before
     half.close()
+
+
+@pytest.mark.parametrize("memory_bytes", [8192, 65 << 20])
+def test_a_bye_is_answered_only_when_nothing_is_mapped(node: Node, memory_bytes: int) -> None:
+    before = len(mapped_files())
+    fds = [os.pidfd_open(os.getpid()), sealed_memfd(4096), sealed_memfd(memory_bytes)]
+    half = node.half(0)
+    half.send(half.hello(protocol_max=LEFT_SINCE, memories=[Memory(0, memory_bytes)]), fds)
+    assert isinstance(half.receive(), Welcome)
+    registered(half, rank_registration(0))
+    memory, one = only_session(node).workers[0].memories[0], np.array([4096])
+    assert isinstance(memory, Mapping)
+    used = Layout(memory, np.array([0]), one, one, 1)
+    half.send(Bye())
+    node.pump(lambda: node.pipeline.named("bye"), "Bye is heard")
+    node.registry.tick(0.0)
+    half._poll()
+    assert (node.registry.leaving, half.inbox) == (1, [])
+    assert len(mapped_files()) == before + 2
+    del used
+    assert half.receive() == Left()
+    assert len(mapped_files()) == before
+    assert memory.let_go()
+    half.close()
+    for fd in fds:
+        os.close(fd)
 
 
 def test_serials(node: Node) -> None:
