@@ -196,7 +196,7 @@ class Mapping:
     def let_go(self) -> bool:
         """Begin to unmap, by a thread; True when nothing is mapped any more: ask again until then.
 
-        Nothing happens while a Layout, or a copy of it, exists. Use nothing after the first call that did something.
+        Nothing happens while a Layout, or a copy of it, exists. Use nothing of it afterwards.
         """
     @property
     def sealed(self) -> bool:

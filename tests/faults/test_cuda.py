@@ -17,8 +17,8 @@ from kvferry_connector.wire.attach import Memory, Refused
 from msgspec.structs import replace
 from support.books import wait_settled
 from support.fake_cuda import FakeGpu, GpuKvMemory, library
-from support.hot_engine import HotEngine
-from support.raw_half import KvMemory, RawHalf, attach_pair
+from support.hot_engine import HotEngine, attached
+from support.raw_half import KvMemory, RawHalf
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
 
@@ -33,18 +33,10 @@ def sidecar(monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarUnderTest]:
         yield found
 
 
-def engine_of(
-    sidecar: SidecarUnderTest, memory: KvMemory, engine_id: str
-) -> tuple[HotEngine, list[RawHalf]]:
-    life = os.urandom(16)
-    halves = attach_pair(sidecar.run_dir, memory, life, engine_id)
-    return HotEngine(*halves, memory, life), list(halves)
-
-
 @contextmanager
 def engine_on(sidecar: SidecarUnderTest, memory: KvMemory, engine_id: str) -> Iterator[HotEngine]:
     """Yield an engine over the memory, which is closed when the engine has left."""
-    engine, halves = engine_of(sidecar, memory, engine_id)
+    engine, halves = attached(sidecar.run_dir, memory, engine_id)
     yield engine
     for half in halves:
         half.leave()
@@ -60,7 +52,7 @@ def test_what_a_gpu_saved_another_gpu_and_a_host_load_after_a_kill(
     sidecar: SidecarUnderTest, gpu: FakeGpu
 ) -> None:
     memory = GpuKvMemory(gpu)
-    engine, halves = engine_of(sidecar, memory, "first")
+    engine, halves = attached(sidecar.run_dir, memory, "first")
     engine.put(PROMPT)
     assert engine.get(PROMPT) == 48
     for half in halves:
@@ -110,7 +102,7 @@ def test_a_damaged_object_never_reaches_the_gpu(sidecar: SidecarUnderTest, gpu: 
 
 def test_memory_is_closed_when_the_engine_leaves(sidecar: SidecarUnderTest, gpu: FakeGpu) -> None:
     memory = GpuKvMemory(gpu)
-    engine, halves = engine_of(sidecar, memory, "leaves")
+    engine, halves = attached(sidecar.run_dir, memory, "leaves")
     engine.put(PROMPT)
     assert device_mappings(sidecar) == 1
     (use,) = sidecar.status()["gpus"]

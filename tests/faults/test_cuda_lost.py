@@ -13,8 +13,8 @@ import pytest
 from kvferry_connector.wire.attach import Refused
 from kvferry_sidecar.errors import ExitCode
 from support.fake_cuda import FakeGpu, GpuKvMemory, library
-from support.hot_engine import HotEngine
-from support.raw_half import KvMemory, RawHalf, attach_pair
+from support.hot_engine import attached
+from support.raw_half import KvMemory, RawHalf
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
 from support.waiting import wait_until
 
@@ -46,14 +46,6 @@ def lose(lost: Path, call: str, code: int = 719) -> None:
     whole.rename(lost)
 
 
-def attached(
-    sidecar: SidecarUnderTest, memory: KvMemory, engine_id: str
-) -> tuple[HotEngine, list[RawHalf]]:
-    life = os.urandom(16)
-    halves = attach_pair(sidecar.run_dir, memory, life, engine_id)
-    return HotEngine(*halves, memory, life), list(halves)
-
-
 def offered(sidecar: SidecarUnderTest, memory: KvMemory) -> RawHalf:
     """Return a half that has offered its memory, whatever is answered."""
     half = RawHalf(sidecar.run_dir, 0, memory=memory)
@@ -76,7 +68,7 @@ def test_a_copy_that_loses_the_gpu_fails_and_the_next_sidecar_hits(
     sidecar: SidecarUnderTest, gpu: FakeGpu, lost: Path, kind: str
 ) -> None:
     memory = GpuKvMemory(gpu)
-    engine, halves = attached(sidecar, memory, "before")
+    engine, halves = attached(sidecar.run_dir, memory, "before")
     engine.put(PROMPT)
     if kind == "save":
         lose(lost, "cuStreamSynchronize")
@@ -94,7 +86,7 @@ def test_a_copy_that_loses_the_gpu_fails_and_the_next_sidecar_hits(
     lost.unlink()
     sidecar.restart()
     again = GpuKvMemory(gpu)
-    engine, halves = attached(sidecar, again, "after")
+    engine, halves = attached(sidecar.run_dir, again, "after")
     assert engine.get(PROMPT) == 48, "the pool outlives the process"
     for half in halves:
         half.close()
@@ -124,13 +116,13 @@ def test_an_engine_on_the_host_is_served_until_the_drain_is_over(
 ) -> None:
     """Its load waits for its step when the GPU of another is lost."""
     on_host = KvMemory()
-    host, host_halves = attached(sidecar, on_host, "host")
+    host, host_halves = attached(sidecar.run_dir, on_host, "host")
     host.put(PROMPT)
     admission, answer = host.lease(PROMPT, 3)
     assert answer.hit_tokens == 48
     job = host.submit(host.load_job(admission, (4, 5, 6), step=2))
     memory = GpuKvMemory(gpu)
-    engine, halves = attached(sidecar, memory, "gpu")
+    engine, halves = attached(sidecar.run_dir, memory, "gpu")
     lose(lost, "cuStreamSynchronize")
     engine.ended(engine.submit(engine.save_job("another", (4, 5, 6))))
     wait_until(lambda: sidecar.status()["state"] == "draining", "it drains")

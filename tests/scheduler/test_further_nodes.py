@@ -122,17 +122,6 @@ def test_with_a_drafter_nodes_hit_what_one_node_does(
     assert nodes.run(specs, "warm", tokens, max_tokens=BLOCK, **options) == chunks * BLOCK
 
 
-def test_nodes_agree_on_a_state_that_both_have(nodes: TwoNodes) -> None:
-    """Of the states that one node has at the end of each prompt the other one has the first."""
-    short, long = prompt(4, 53), prompt(6, 53)
-    assert nodes.run(STATES, "cold", short) == 0
-    assert nodes.run(STATES, "more", long) == 4 * BLOCK
-    nodes.store.flush()
-    clear_pool(nodes.second)
-    assert nodes.run(STATES, "one node only", short) == 0
-    assert nodes.run(STATES, "agreed", long) == 4 * BLOCK
-
-
 @pytest.mark.parametrize("specs", [DENSE, WINDOWED, DRAFTED_STATES], ids=["one", "window", "state"])
 def test_with_a_drafter_unequal_nodes_agree_on_what_both_have(
     nodes: TwoNodes, specs: dict[str, Any]
@@ -201,15 +190,16 @@ def test_a_hit_is_what_every_node_has(nodes: TwoNodes) -> None:
     assert nodes.run(DENSE, "all", long) == 6 * BLOCK
 
 
-def test_agreement_over_windows_and_unequal_nodes(nodes: TwoNodes) -> None:
-    """A window that only one node has at that length is no hit: both settle for another one."""
+@pytest.mark.parametrize("specs", [WINDOWED, STATES], ids=["window", "states"])
+def test_nodes_agree_on_what_both_have(nodes: TwoNodes, specs: dict[str, Any]) -> None:
+    """A window or a state that only one node has at that length is no hit: both settle for less."""
     long, short = prompt(6, 13), prompt(4, 13)
-    assert nodes.run(WINDOWED, "cold", short) == 0
-    assert nodes.run(WINDOWED, "more", long) == 4 * BLOCK
+    assert nodes.run(specs, "cold", short) == 0
+    assert nodes.run(specs, "more", long) == 4 * BLOCK
     nodes.store.flush()
     clear_pool(nodes.second)
-    assert nodes.run(WINDOWED, "one node only", short) == 0
-    assert nodes.run(WINDOWED, "agreed", long) == 4 * BLOCK
+    assert nodes.run(specs, "one node only", short) == 0
+    assert nodes.run(specs, "agreed", long) == 4 * BLOCK
 
 
 def test_a_reset_is_one_on_all_nodes(nodes: TwoNodes) -> None:

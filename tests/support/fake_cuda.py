@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from kvferry_connector.cuda import Driver as EngineDriver
@@ -21,10 +21,13 @@ from kvferry_connector.cuda import StreamWords
 from kvferry_connector.wire.attach import Memory
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET
 from kvferry_sidecar.engines import cuda_kernel
-from kvferry_sidecar.engines.cuda_driver import CudaError
+from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 from numpy.typing import NDArray
 from support.raw_half import KvMemory
+
+if TYPE_CHECKING:
+    import pytest
 
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 _BUILT = "FAKE_CUDA_LIBRARY"
@@ -76,6 +79,15 @@ def _kernels(folder: Path, flags: list[str]) -> list[Path]:
 def fake_image(_architecture: int, width: int, _driver_major: int) -> bytes:
     """Stand for the compiler: the fake driver has the kernel in every width."""
     return b"for vectors of %d\0" % width
+
+
+def driver_with_kernels(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Return the sidecar's driver over the fake one, which has the kernel."""
+    monkeypatch.setattr(cuda_kernel, "compile_image", fake_image)
+    gpu.with_kernels(True)
+    found = Driver(str(library()))
+    found.use(0)
+    return found
 
 
 def as_driver() -> dict[str, str]:

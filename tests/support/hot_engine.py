@@ -6,6 +6,7 @@ Works over any two halves that can ``send`` and ``receive``: raw ones, or the co
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from kvferry_connector.wire.hot import (
     TableSlice,
 )
 from kvferry_connector.wire.names import NO_VERSION
-from support.raw_half import BLOCK_TOKENS, KvMemory, attach_pair
+from support.raw_half import BLOCK_TOKENS, KvMemory, RawHalf, attach_pair
 
 HASH_BYTES = 32
 M = TypeVar("M")
@@ -229,6 +230,13 @@ def hashes(prompt: str, count: int) -> list[bytes]:
 def ids(blocks: Sequence[int]) -> bytes:
     """Return a raw table frame."""
     return np.array(blocks, dtype="<i4").tobytes()
+
+
+def attached(run_dir: Path, memory: KvMemory, engine_id: str) -> tuple[HotEngine, list[RawHalf]]:
+    """Attach an engine of two raw halves with a life of its own."""
+    life = os.urandom(16)
+    halves = attach_pair(run_dir, memory, life, engine_id)
+    return HotEngine(*halves, memory, life), list(halves)
 
 
 @contextmanager

@@ -348,9 +348,8 @@ class Registry:
 
         Who said Bye is told when nothing is mapped any more: its memory is its own again.
         """
-        staying = [
-            peer for peer in self._leaving if self._events.busy(peer.session) or not peer.let_go()
-        ]
+        busy = self._events.busy
+        staying = [one for one in self._leaving if busy(one.session) or not one.let_go()]
         for peer in self._leaving:
             if peer not in staying:
                 peer.fence = None

@@ -21,7 +21,7 @@ from kvferry_sidecar.engines.cuda_parts import Part, joined, segments_of
 from kvferry_sidecar.engines.cuda_stored import StoredWays
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 from support.copying import SHAPES, Pool, Shape, layer_outermost
-from support.fake_cuda import FakeGpu, GpuEngineMemory, fake_image, library
+from support.fake_cuda import FakeGpu, GpuEngineMemory, driver_with_kernels
 
 LOG = structlog.get_logger()
 NOT_STORED = StoredWays(None, LOG)
@@ -30,11 +30,7 @@ STREAM = c_void_p(7)  # the fake driver's only one
 
 @pytest.fixture
 def driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    monkeypatch.setattr(cuda_kernel, "compile_image", fake_image)
-    gpu.with_kernels(True)
-    found = Driver(str(library()))
-    found.use(0)
-    return found
+    return driver_with_kernels(gpu, monkeypatch)
 
 
 class Bed:

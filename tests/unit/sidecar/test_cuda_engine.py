@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import structlog
 from kvferry_connector.wire.attach import Memory
-from kvferry_sidecar.engines import cuda, cuda_kernel, cuda_memory
+from kvferry_sidecar.engines import cuda, cuda_memory
 from kvferry_sidecar.engines.base import CopyStatus, Direction, PoolSpan
 from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
 from kvferry_sidecar.engines.cuda_choice import Ways
@@ -21,7 +21,7 @@ from kvferry_sidecar.engines.cuda_driver import ERRORS, LOST, CudaError, Driver
 from kvferry_sidecar.engines.cuda_modes import RectMover
 from kvferry_sidecar.geometry.device import DeviceMemory
 from support.copying import SHAPES, Pool, extents_of, layer_outermost
-from support.fake_cuda import FakeGpu, GpuEngineMemory, fake_image, library
+from support.fake_cuda import FakeGpu, GpuEngineMemory, driver_with_kernels
 from support.waiting import wait_until
 
 LOG = structlog.get_logger()
@@ -29,11 +29,7 @@ LOG = structlog.get_logger()
 
 @pytest.fixture
 def driver(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    monkeypatch.setattr(cuda_kernel, "compile_image", fake_image)
-    gpu.with_kernels(True)
-    found = Driver(str(library()))
-    found.use(0)
-    return found
+    return driver_with_kernels(gpu, monkeypatch)
 
 
 @pytest.mark.parametrize("batches", [True, False], ids=["batch", "one-by-one"])
