@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from kvferry_connector.wire import hot
 from support.scheduler_harness import SchedulerUnderTest, loads_of, saves_of
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 PROMPT = list(range(10, 210))  # 200 tokens: 12 blocks of 16 and 8 tokens
 
@@ -90,7 +93,8 @@ def test_steps_with_nothing_to_do_share_what_they_carry(engine: SchedulerUnderTe
 
 def test_a_trace_context_travels_with_the_hashes(engine: SchedulerUnderTest) -> None:
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    engine.add("a", PROMPT, trace_headers={"traceparent": parent, "tracestate": "x=1"})
+    headers = {"traceparent": parent, "tracestate": "x=1"}
+    engine.add("a", PROMPT, extras={"trace_headers": headers})
     engine.add("b", PROMPT[16:])
     engine.run()
     traces = {probe.request: probe.trace for probe in engine.node.sent(hot.Probe)}
@@ -104,6 +108,39 @@ def test_hit_is_loaded_and_not_saved_again(warm: SchedulerUnderTest) -> None:
     assert saves_of(warm.node) == []
     assert len(warm.node.sent(hot.Ask)) == 1
     warm.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "told"),
+    [
+        ({"host": 128, "disk": 64}, {CacheHitSource.HOST: 128, CacheHitSource.DISK: 64}),
+        ({"remote": 192}, {CacheHitSource.EXTERNAL_UNSPECIFIED: 192}),
+        ({}, {CacheHitSource.HOST: 192}),
+    ],
+)
+def test_vllm_counts_a_hit_by_the_tiers_that_the_sidecar_named(
+    tmp_path: Path, tiers: dict[str, int], told: dict[CacheHitSource, int]
+) -> None:
+    engine = SchedulerUnderTest(tmp_path, probe_ms_max=60_000)
+    engine.warm_up(PROMPT)
+    engine.node.answers = False
+    engine.add("b", PROMPT)
+    engine.step()
+    engine.node.answer_all()
+    (answer,) = engine.node.inbox
+    engine.node.inbox = [msgspec.structs.replace(answer, sources=tiers)]
+    heard: list[dict[CacheHitSource, int]] = []
+    hook = engine.connector.get_external_cache_hit_sources
+
+    def hears(request: Any, tokens: int) -> dict[CacheHitSource, int]:
+        heard.append(hook(request, tokens))
+        return heard[-1]
+
+    engine.connector.get_external_cache_hit_sources = hears
+    engine.run()
+    assert heard == [told]
+    assert loads_of(engine.node) == [("b", 0, 192)]
+    engine.assert_idle()
 
 
 def test_whole_prompt_hit_is_capped_below_its_length(warm: SchedulerUnderTest) -> None:

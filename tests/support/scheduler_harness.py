@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,14 +117,15 @@ class SchedulerUnderTest:
         tokens: Sequence[int],
         max_tokens: int = 4,
         *,
-        trace_headers: dict[str, str] | None = None,
+        extras: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Request:
+        """``extras``: what else the request is read with (adapter, salt, images, trace headers)."""
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
         params.update_from_generation_config({}, 2)
         request = Request(
             request_id=name, prompt_token_ids=list(tokens), sampling_params=params,
-            pooling_params=None, block_hasher=self._hasher, trace_headers=trace_headers,
+            pooling_params=None, block_hasher=self._hasher, **(extras or {}),
         )  # fmt: skip
         self.requests[name] = request
         self.scheduler.add_request(request)

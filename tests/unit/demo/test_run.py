@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from kvferry_demo import processes
+from kvferry_demo import processes, run
 from kvferry_demo.processes import Child, ChildError, Engine, in_environment
+from kvferry_demo.prompts import cut_prompts
 from kvferry_demo.protocol import EngineSetup
 from kvferry_demo.run import Report, Row
 from support.waiting import wait_until
@@ -31,6 +33,36 @@ def test_verdict(rows: list[Row], complaint: str) -> None:
     verdict = Report("llama", rows).verdict()
     assert verdict.startswith(complaint)
     assert bool(verdict) == bool(complaint)
+
+
+@pytest.mark.parametrize(
+    ("rows", "code", "words"),
+    [
+        ([row(), row()], 0, "all 2 outputs are identical; 768 of 1,000 tokens hit"),
+        ([row(), row(identical=False)], 1, "1 of 2 outputs differ"),
+        ([row(hit_tokens=0), row(hit_tokens=0)], 1, "nothing hit"),
+    ],
+)
+def test_what_it_prints_writes_and_returns(
+    rows: list[Row], code: int, words: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(run, "_measure", lambda model, *_: Report(model, rows))
+    file = tmp_path / "demo.json"
+    assert run.run_demo("qwen3", 2, str(file)) == code
+    printed = capsys.readouterr()
+    assert words in printed.out + printed.err
+    head, *lines = printed.out.splitlines()
+    for column in ("tokens", "hit tokens", "bytes", "cold ms", "warm ms", "outputs"):
+        assert column in head
+    for prompt, one, line in zip(cut_prompts(2), rows, lines, strict=False):
+        name, shown = line[: len(prompt.name)], line[len(prompt.name) :].split()
+        assert name == prompt.name
+        numbers = [f"{one.tokens:,}", f"{one.hit_tokens:,}", f"{one.bytes:,}", "20.0", "10.0"]
+        assert shown == [*numbers, "identical" if one.identical else "DIFFERS"]
+    stored = json.loads(file.read_bytes())
+    assert stored["model"] == "qwen3"
+    assert [one["identical"] for one in stored["prompts"]] == [one.identical for one in rows]
 
 
 def test_a_child_never_outlives_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

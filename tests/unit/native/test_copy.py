@@ -54,6 +54,27 @@ def test_owner_is_dropped_once_collected() -> None:
     engine.close()
 
 
+class _Poll(ctypes.Structure):
+    """struct pollfd."""
+
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+def test_a_copy_ends_while_no_python_can_run() -> None:
+    """PyDLL calls without giving the GIL away: a copy thread that wanted it would never end."""
+    shape = layer_outermost(4, 1 << 18, 1 << 18, 17)
+    memory, pool, engine = EngineMemory(shape.total_bytes), Pool(16 << 20), CopyEngine(2)
+    blocks = np.arange(1, 17, dtype=np.int32)
+    offsets = (blocks.astype(np.uint64) - np.uint64(1)) * np.uint64(shape.payload_bytes)
+    waits = _Poll(engine.eventfd, select.POLLIN, 0)
+    engine.submit(1, GATHER, shape.layout(memory), blocks, pool.address, offsets, True)
+    assert ctypes.PyDLL(None).poll(ctypes.byref(waits), 1, 90_000) == 1
+    (done,) = engine.poll()
+    assert done.status == CopyStatus.DONE
+    assert done.crcs is not None
+    engine.close()
+
+
 def test_jobs_are_bounded() -> None:
     shape = layer_outermost(1, 4096, 4096, 4)
     memory, pool, engine = (
