@@ -194,10 +194,11 @@ class Driver:
     def _check(self, name: str, code: int) -> None:
         if not code:
             return
-        error = error_of(name, code)
         if code in LOST and self.lost is None:
-            self.lost = error
-        raise error
+            self.lost = error_of(name, code)
+        # Not the one that is kept, nor one with a name here: it would keep the frames that it passes
+        # on its way, and with them an engine's memory mapped.
+        raise error_of(name, code)
 
     def function(self, name: str, version: int) -> Callable[..., None]:
         """Return a function with the signature it has in a CUDA version. Raises CudaError.

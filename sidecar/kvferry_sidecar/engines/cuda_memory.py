@@ -151,7 +151,7 @@ class PinnedPool:
         with self._moved:
             self._moved.wait_for(lambda: self._pinned_to >= end or self._ended())
             if self._pinned_to < end:
-                raise self.failure or CudaError("the pool is being closed")
+                raise CudaError(str(self.failure or "the pool is being closed"))
 
     def chunks_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return which chunk each address of the pool lies in: no copy may lie in two."""
