@@ -196,8 +196,8 @@ class Driver:
             return
         if code in LOST and self.lost is None:
             self.lost = error_of(name, code)
-        # Not the one that is kept, nor one with a name here: it would keep the frames that it passes
-        # on its way, and with them an engine's memory mapped.
+        # Not the one that is kept, nor one with a name here: it would keep the frames that it
+        # passes on its way, and with them an engine's memory mapped.
         raise error_of(name, code)
 
     def function(self, name: str, version: int) -> Callable[..., None]:
