@@ -13,15 +13,16 @@ import pytest
 from kvferry_demo.processes import unlink_pool
 from support.books import read_status, wait_settled
 from support.client_half import ClientEngine, client_engine
-from support.sidecar import SidecarUnderTest, make_sidecar, set_flags
+from support.mounts import NEEDS_ROOT, tmpfs
+from support.sidecar import SidecarUnderTest, make_sidecar, running_sidecar, set_flags
 from support.slow_tiers import tier
 from support.waiting import wait_until
 
 
-def flags(path: Path) -> list[str]:
+def flags(*paths: Path) -> list[str]:
     settings = {
-        "tiers.disk.paths": path,
-        "tiers.disk.bytes": "32MiB",
+        "tiers.disk.paths": ",".join(map(str, paths)),
+        "tiers.disk.bytes": 32 * len(paths) << 20,
         "tiers.disk.free_bytes_min": "0",
         "limits.stage_ms_max": 20_000,  # the machine of a test may be slow
         "limits.store_ms_max": 20_000,
@@ -120,6 +121,40 @@ def test_a_disk_that_cannot_be_opened_is_off_with_the_reason(tmp_path: Path) -> 
         off = tier(sidecar)
         assert (off["state"], off["source"]) == ("off", "disk")
         assert "No such file" in off["reason"]
+
+
+@NEEDS_ROOT
+def test_of_several_paths_those_that_can_be_used_share_the_objects(tmp_path: Path) -> None:
+    """One is full, one read-only, one not there: each is off with its reason, and named."""
+    whole = [tmp_path / "one", tmp_path / "two"]
+    for path in whole:
+        path.mkdir()
+    with tmpfs(tmp_path / "full", "8m") as full, tmpfs(tmp_path / "fixed", "64m", "ro") as fixed:
+        broken = {full: "lower tiers.disk.bytes", fixed: "Read-only", tmp_path / "no": "No such"}
+        paths = [full, whole[0], fixed, whole[1], *list(broken)[2:]]
+        with (
+            running_sidecar(pool_bytes=16 << 20, flags=flags(*paths)) as sidecar,
+            client_engine(sidecar.run_dir) as engine,
+        ):
+            prompts = [f"shared {number}" for number in range(8)]
+            for prompt in prompts:
+                engine.put(prompt)
+            wait_until(lambda: sum(objects_on(sidecar).values()) == 24, "all is on the disks")
+            assert set(objects_on(sidecar)) == {f"disk {path}" for path in whole}
+            assert all(objects_on(sidecar).values()), "both have some"
+            tiers = {one["name"]: one for one in read_status(sidecar.run_dir)["pipeline"]["tiers"]}
+            for path, words in broken.items():
+                assert tiers[f"disk {path}"]["state"] == "off"
+                assert words in tiers[f"disk {path}"]["reason"]
+            lose_the_pool(sidecar, engine, signal.SIGKILL)
+            assert [engine.get(prompt) for prompt in prompts] == [48] * 8
+            wait_settled(sidecar.run_dir)
+
+
+def objects_on(sidecar: SidecarUnderTest) -> dict[str, int]:
+    """Return how many objects each disk that is on has."""
+    tiers = read_status(sidecar.run_dir)["pipeline"]["tiers"]
+    return {one["name"]: one["facts"]["objects"] for one in tiers if one["state"] == "on"}
 
 
 def _off(sidecar: SidecarUnderTest) -> dict[str, Any] | None:

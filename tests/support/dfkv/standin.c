@@ -3,7 +3,8 @@
  *
  * Values are files in the folder "store" beside this library, so that processes share them. Files
  * there with these names make it misbehave: "down" (every peer fails at once), "hung" (calls block
- * until it is gone), "old" (it says to be version 1.39.0), "rdma" (its transport).
+ * until it is gone), "old" (it says to be version 1.39.0), "rdma" (its transport). "mds" holds the
+ * ENDPOINTS/GROUP under which an MDS knows a ring.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -31,6 +32,7 @@ typedef struct {
 } options_v2;
 
 typedef struct {
+    int has_ring;
     double bad_until; /* of the one peer there is */
     uint64_t io_errors, skips;
 } client;
@@ -57,6 +59,9 @@ static int said(const char *name) {
 /* One attempt to reach the peer, as every operation begins. A failure cools it down for this
  * handle: what follows fails without an attempt, also when the peer is back. */
 static int reach(client *c) {
+    if (!c->has_ring) {
+        return 0;
+    }
     for (int i = 0; said("hung") && i < 2000; ++i) {
         usleep(10000);
     }
@@ -86,12 +91,31 @@ static int name_key(char *out, const void *key, uint64_t len) {
 
 const char *dfkv_version(void) { return said("old") ? "1.39.0" : "2.7.0"; }
 
+/* Members, or an MDS that is asked for the group it knows. */
+static int has_ring(const options_v2 *o) {
+    if (o->members != NULL && *o->members != 0) {
+        return 1;
+    }
+    if (o->mds_endpoints == NULL || o->mds_group == NULL || o->mds_poll_ms <= 0) {
+        return 0;
+    }
+    char path[4096], asked[1024], known[1024] = "";
+    path_of(path, "mds");
+    snprintf(asked, sizeof asked, "%s/%s", o->mds_endpoints, o->mds_group);
+    int fd = open(path, O_RDONLY);
+    ssize_t count = fd < 0 ? -1 : read(fd, known, sizeof known - 1);
+    close(fd);
+    return count > 0 && strcmp(asked, known) == 0;
+}
+
 void *dfkv_open_v2(const options_v2 *o) {
     if (o->struct_size < sizeof *o || o->abi_version != 2 || o->key_namespace_len == 0 ||
         o->reserved0 != 0 || (o->flags & ~1u) != 0) {
         return NULL;
     }
-    return calloc(1, sizeof(client));
+    client *c = calloc(1, sizeof(client));
+    c->has_ring = has_ring(o);
+    return c;
 }
 
 void dfkv_close(void *h) { free(h); }

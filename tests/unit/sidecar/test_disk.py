@@ -9,30 +9,16 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kvferry_sidecar.tiers import disk, disk_index
 from kvferry_sidecar.tiers.disk_index import read_through
 from kvferry_sidecar.tiers.store import StoreError
+from support.mounts import NEEDS_ROOT, tmpfs
 from support.store_rigs import DiskRig, get, key_of, open_disk, opened, put
 
 MIB = 1 << 20
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-
-
-@contextmanager
-def tmpfs(path: Path, size: str, *options: str) -> Iterator[Path]:
-    """A file system of its own."""
-    path.mkdir()
-    spec = ",".join((f"size={size}", *options))
-    subprocess.run(["mount", "-t", "tmpfs", "-o", spec, "kvferry-test", str(path)], check=True)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 @pytest.fixture
@@ -49,6 +35,25 @@ def fill(rig: DiskRig) -> None:
     """Store many small objects: the index grows."""
     for first in range(0, 4000, 256):
         put(rig.store, items(rig, first, 256, 512))
+
+
+def test_the_file_is_preallocated_and_passes_the_page_cache(rig):
+    """Whole sectors do; an object of another length does not, which shows that it is seen."""
+    data = rig.path / "kvferry" / "objects"
+    assert data.stat().st_blocks * 512 >= 16 * MIB
+    if not rig.store.facts()["direct"].startswith("sectors of "):
+        pytest.skip(f"the file system of {rig.path} has no direct I/O")
+    stored = items(rig, 0, 8)
+    assert put(rig.store, stored) == get(rig.store, stored) == [True] * 8
+    assert cached_bytes(data) == 0
+    assert put(rig.store, items(rig, 8, 1, 5001)) == [True]
+    assert cached_bytes(data) > 0
+
+
+def cached_bytes(path: Path) -> int:
+    """Return how much of a file the page cache holds."""
+    command = ["fincore", "--bytes", "--noheadings", "--output", "RES", str(path)]
+    return int(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
 def test_the_region_used_least_recently_is_given_up(rig):

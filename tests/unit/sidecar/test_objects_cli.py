@@ -60,7 +60,10 @@ def test_objects_are_listed_pinned_over_a_restart_and_dropped(told, tmp_path, mo
         assert main(["act", "clear-pool", "--run-dir", str(sidecar.run_dir)]) == 0
         assert engine.get("kept") in (0, 16, 32), "what is left of a prefix is a hit"
         assert len(told(sidecar, "list")[1].splitlines()) == 2
-        assert "2 objects" in told(sidecar, "unpin", "--pinned", "hard")[1]
+        assert "2 objects" in told(sidecar, "pin", "--soft")[1], "a hard pin made a soft one"
+        rows = [json.loads(line) for line in told(sidecar, "list", "--json")[1].splitlines()]
+        assert [row["pin"] for row in rows] == ["soft", "soft"]
+        assert "2 objects" in told(sidecar, "unpin", "--pinned", "soft")[1]
         assert "0 objects" in told(sidecar, "drop", "--older", "1h")[1]
         done = json.loads(told(sidecar, "drop", "--namespace", namespace[:6], "--json")[1])
         assert (done["objects"], done["dry_run"]) == (2, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from kvferry_connector.wire.hot import Release
 from kvferry_sidecar.cli import main
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.stages.objects import Filter
@@ -13,7 +14,8 @@ from kvferry_sidecar.tiers.runner import Find, Get
 from support.client_half import client_engine
 from support.pipeline_bed import Bed, make_engine
 from support.sidecar import running_sidecar, set_flags
-from support.slow_tiers import wait_stored
+from support.slow_tiers import tier, wait_stored
+from support.waiting import wait_until
 
 
 def only_below(bed: Bed, engine: object, chunks: int) -> list[Wanted]:
@@ -139,6 +141,11 @@ def test_a_list_of_one_pool_warms_the_next(told, tmp_path) -> None:
         assert answer.sources.get("host") == 48
         assert engine.ended(engine.submit(engine.load_job(admission, (7, 8, 9)))).status == "done"
         assert engine.holds("one", (7, 8, 9))
+        engine.scheduler.send(Release([admission]))
+        assert ": on, 6 objects" in told("objects", "count", *place)[1], "a line for the disk"
+        assert told("objects", "drop", "--tier", "slower", "--keys-file", file, *place)[0] == 0
+        wait_until(lambda: tier(sidecar)["facts"]["objects"] == 0, "the disk has forgotten them")
+        assert engine.get("two") == 48, "the pool has not"
         stranger = json.loads(listed.splitlines()[0]) | {"namespace": "ab" * 16}
         file.write_text(json.dumps(stranger) + "\n")
         code, text = told("warm", file, *place)
