@@ -16,8 +16,8 @@ from kvferry_demo.run import Report, Row
 from support.waiting import wait_until
 
 
-def row(*, hit_tokens: int = 384, identical: bool = True) -> Row:
-    return Row(500, hit_tokens, hit_tokens * 2048, 20.0, 10.0, identical)
+def row(*, hit_tokens: int = 384, identical: bool = True, own_hit: bool = False) -> Row:
+    return Row(500, hit_tokens, hit_tokens * 2048, 20.0, 10.0, identical, own_hit=own_hit)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,7 @@ def row(*, hit_tokens: int = 384, identical: bool = True) -> Row:
         ([row(), row(hit_tokens=0)], ""),
         ([row(hit_tokens=0), row(hit_tokens=0)], "nothing hit"),
         ([row(), row(identical=False)], "1 of 2 outputs differ"),
+        ([row(), row(identical=False, own_hit=True)], ""),
     ],
 )
 def test_verdict(rows: list[Row], complaint: str) -> None:
@@ -40,6 +41,7 @@ def test_verdict(rows: list[Row], complaint: str) -> None:
     [
         ([row(), row()], 0, "all 2 outputs are identical; 768 of 1,000 tokens hit"),
         ([row(), row(identical=False)], 1, "1 of 2 outputs differ"),
+        ([row(), row(identical=False, own_hit=True)], 0, "but 1, where vLLM's own hits differ"),
         ([row(hit_tokens=0), row(hit_tokens=0)], 1, "nothing hit"),
     ],
 )
@@ -59,7 +61,8 @@ def test_what_it_prints_writes_and_returns(
         name, shown = line[: len(prompt.name)], line[len(prompt.name) :].split()
         assert name == prompt.name
         numbers = [f"{one.tokens:,}", f"{one.hit_tokens:,}", f"{one.bytes:,}", "20.0", "10.0"]
-        assert shown == [*numbers, "identical" if one.identical else "DIFFERS"]
+        word = "as vLLM's own hit" if one.own_hit else "DIFFERS"
+        assert shown == [*numbers, *("identical" if one.identical else word).split()]
     stored = json.loads(file.read_bytes())
     assert stored["model"] == "qwen3"
     assert [one["identical"] for one in stored["prompts"]] == [one.identical for one in rows]
