@@ -219,9 +219,9 @@ class App:
         stack.callback(engine.close)
 
         def open_device(memory: AttachedMemory, life: int, fd: int | None) -> DeviceMemory:
+            done, total = engine.pinning()  # before: it may be over as soon as the device is open
             device = engine.open_device(memory, life, fd)
-            done, total = engine.pinning()
-            if done < total:
+            if done < total or not total:
                 self._progress.begin("pinning", "bytes", engine.pinning)
             return device
 
