@@ -198,8 +198,7 @@ def load(
     environ = os.environ if environment is None else environment
     if file is None and environ.get(CONFIG_ENV):
         file = Path(environ[CONFIG_ENV])
-    given: dict[str, Setting] = {}
-    given |= read_file(file) if file else {}
+    given = read_file(file) if file else {}
     given |= _from_environment(environ)
     for key, one in (flags or {}).items():
         if key not in KNOWN:
@@ -208,7 +207,9 @@ def load(
     values = {
         key: Setting(settings.parse(key, KNOWN[key], one), one.origin) for key, one in given.items()
     }
-    return replace(_decode(_with_defaults(values)), file=file)
+    loaded = replace(_decode(_with_defaults(values)), file=file)
+    slow_tiers.check_environment(loaded.config.tiers.remote, environ)
+    return loaded
 
 
 def read_file(file: Path) -> dict[str, Setting]:

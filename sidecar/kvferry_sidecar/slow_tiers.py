@@ -26,6 +26,9 @@ REMOTE_STORES = (
 # Which objects of the pool are written to a slower tier: each, those loaded again, or none.
 Policy = Literal["all", "reused", "none"]
 
+# What Mooncake's library reads for itself, and would leave RDMA for: any value, even an empty one.
+_NO_RDMA_ENV = "MC_FORCE_TCP"
+
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
 
@@ -124,4 +127,14 @@ def check_remote(remote: RemoteTierConfig, values: Mapping[str, Setting]) -> Non
         raise ConfigError(
             f"{given} carries a password, and settings are shown to operators",
             "put it into a file and name that with tiers.remote.password_file",
+        )
+
+
+def check_environment(remote: RemoteTierConfig, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for what would turn the store's library away from what is configured."""
+    rdma = remote_scheme(remote) == "mooncake" and remote.protocol == "rdma"
+    if rdma and _NO_RDMA_ENV in environ:
+        raise ConfigError(
+            f"environment {_NO_RDMA_ENV} has Mooncake use TCP, tiers.remote.protocol is rdma",
+            f"unset {_NO_RDMA_ENV}, or set tiers.remote.protocol = tcp",
         )

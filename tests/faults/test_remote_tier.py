@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import redis
 from kvferry_connector.wire.hot import Release
 from support.books import wait_settled
 from support.client_half import client_engine
+from support.http import Http
 from support.redis_server import RedisServer
 from support.server import serving
 from support.sidecar import set_flags
@@ -43,6 +45,8 @@ def test_one_node_saves_and_another_loads(server: RedisServer) -> None:
         assert reader.holds(prompts[0], (7, 8, 9))
         assert [reader.get(prompt) for prompt in prompts[1:]] == [48] * 5
         assert tier(second)["facts"]["transport"] == "tcp"
+        metrics = Http(second.run_dir / "http.sock").get("/metrics").body.decode()
+        assert re.search(r'^kvferry_tier_transport\{.*transport="tcp"\} 1', metrics, re.MULTILINE)
         for sidecar in (first, second):
             wait_settled(sidecar.run_dir)
 

@@ -157,6 +157,15 @@ def tier_states(reading: Reading) -> Numbers:
     return [((tier.name, tier.state), 1) for tier in reading.pipeline.tiers]
 
 
+def tier_transports(reading: Reading) -> Numbers:
+    """What slower tiers reach their servers by."""
+    return [
+        ((tier.name, str(tier.facts["transport"])), 1)
+        for tier in reading.pipeline.tiers
+        if "transport" in tier.facts
+    ]
+
+
 def tier_calls(reading: Reading) -> Numbers:
     """Calls into slower tiers."""
     return [

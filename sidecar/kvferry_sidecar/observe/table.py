@@ -39,6 +39,7 @@ from kvferry_sidecar.observe.samples import (
     tier_calls,
     tier_events,
     tier_states,
+    tier_transports,
 )
 
 
@@ -267,6 +268,7 @@ GAUGES = (
         by(findings),
     ),
     Row("tier_state", "1 for the state a slower tier is in.", ("tier", "state"), tier_states),
+    Row("tier_transport", "1 for a tier's transport now.", ("tier", "transport"), tier_transports),
     Row(
         "tier_calls",
         "Calls into a slower tier: open, and given up.",

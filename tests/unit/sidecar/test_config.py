@@ -98,6 +98,16 @@ def test_an_unknown_variable_is_refused_with_the_nearest():
     assert error.value.remedy == "did you mean KVFERRY_TIERS_HOST_BYTES?"
 
 
+@pytest.mark.parametrize("value", ["1", "", "0"])  # the library only asks whether it is there
+def test_no_variable_turns_rdma_into_tcp(value):
+    rdma = {"tiers__remote__url": "mooncake://10.0.0.7:50051", "tiers__remote__protocol": "rdma"}
+    load(**rdma)
+    with pytest.raises(ConfigError, match=r"tiers\.remote\.protocol is rdma") as error:
+        load(environment={"MC_FORCE_TCP": value}, **rdma)
+    assert error.value.remedy.startswith("unset MC_FORCE_TCP")
+    load(environment={"MC_FORCE_TCP": value}, **rdma | {"tiers__remote__protocol": "tcp"})
+
+
 def test_an_unknown_flag_key_is_refused():
     with pytest.raises(ConfigError, match=r"did you mean limits\.ranks_max"):
         load(limits__rank_max=3)
