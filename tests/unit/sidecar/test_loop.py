@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 
+import pytest
 import zmq
+from kvferry_sidecar.errors import ExitCode
 from kvferry_sidecar.loop import READ, Loop, Signals, wait_s_max
 from support.waiting import wait_until
 
@@ -218,6 +220,72 @@ def test_stopped_while_it_waits_it_reads_what_comes_a_little_later_too() -> None
     os.close(read_fd)
     os.close(write_fd)
     loop.close()
+
+
+class _CountedBeats:
+    """In the watchdog's place: says when it is told of progress."""
+
+    def __init__(self, happened: list[str]) -> None:
+        self._happened = happened
+
+    def __call__(self, stall_ms: int, exit_code: int, dump_signal: int) -> _CountedBeats:
+        return self
+
+    def beat(self) -> None:
+        self._happened.append("beat")
+
+    def close(self) -> None:
+        pass
+
+
+def test_each_turn_is_told_to_the_watchdog_once_and_only_when_all_of_it_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr("kvferry_sidecar.loop.Watchdog", _CountedBeats(happened))
+    clock = _StoppedClock()
+    loop = Loop(raise_it, clock)
+    read_fd, write_fd = os.pipe()
+    loop.watch(read_fd, READ, lambda events, now_s: happened.append(os.read(read_fd, 1).decode()))
+    loop.add_ticker("tick", lambda now_s: happened.append("tick") or 0.0)
+    loop.turn(0.0)
+    assert happened == ["tick"], "nobody watches yet"
+    loop.watch_progress(20)
+    for byte in b"ab":
+        os.write(write_fd, bytes([byte]))
+        loop.turn(0.0)
+    clock.stopped_s = 60.0  # reading what came after a stop is a part of the turn
+    loop.turn(0.0)
+    assert happened[1:] == ["a", "tick", "beat", "b", "tick", "beat", "tick", "beat"]
+    loop.end_watch()
+    os.close(read_fd)
+    os.close(write_fd)
+    loop.close()
+
+
+STUCK = """
+import select, sys
+from kvferry_sidecar.loop import Loop
+def fail(error, what): raise error
+def hang(*_):
+    while True:
+        if sys.argv[1] == "sleeping":
+            select.select([], [], [], 1.0)
+loop = Loop(fail)
+loop.add_ticker("tick", lambda now_s: 0.0 if loop.stats().turns < 3 else hang())
+loop.watch_progress(200)
+loop.run()
+"""
+
+
+@pytest.mark.parametrize("how", ["sleeping", "spinning"])
+def test_a_turn_that_never_ends_ends_the_process(how: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK, how], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert ended.returncode == ExitCode.STALLED
+    assert "no progress for 200 ms" in ended.stderr
+    assert "in hang" in ended.stderr, "the stack says where"
 
 
 SIGNALLED = """
