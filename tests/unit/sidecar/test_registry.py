@@ -353,6 +353,32 @@ def test_serials(node: Node) -> None:
         os.close(fd)
 
 
+def test_what_a_higher_serial_replaces_is_unmapped(node: Node) -> None:
+    """Also when the half ends later, and not while a copy's layout still uses it."""
+    before = len(mapped_files())
+    fence, *memories = sealed_memfd(4096), *(sealed_memfd(8192) for _ in range(3))
+    halves = []
+    for serial, memory in enumerate(memories, 1):
+        half = node.half(0)
+        halves.append(half)
+        assert isinstance(say_hello_with(half, [fence, memory]), Welcome)
+        if serial == 3:
+            former, one = only_session(node).workers[0].memories[0], np.array([4096])
+            assert isinstance(former, Mapping)
+            used = Layout(former, np.array([0]), one, one, 1)
+            del former
+        assert isinstance(registered(half, rank_registration(0, serial=serial)), Registered)
+        assert len(mapped_files()) == before + 2 + (serial == 3), "a fence, a memory, what is used"
+    del used
+    assert len(mapped_files()) == before + 2
+    halves[-1].send(Bye())
+    node.pump(lambda: not node.registry.sessions and not node.registry.leaving, "all is unmapped")
+    assert len(mapped_files()) == before
+    close_all(halves)
+    for fd in (fence, *memories):
+        os.close(fd)
+
+
 # --- bounds ------------------------------------------------------------------------------------
 
 
