@@ -60,7 +60,7 @@ def geometry_status(session: Session) -> GeometryStatus | None:
                 window_tokens=held[0].window_tokens,
                 window_extra_tokens=held[0].window_extra_tokens,
                 chunk_tokens=held[0].chunk_tokens,
-                eagle=held[0].eagle,
+                eagle=any(one.eagle for one in held),
                 save_rule=rule,
                 layers=max(one.layers for one in held),
                 tp_replicas=held[0].tp_replicas,

@@ -79,6 +79,7 @@ def check_engine(
                 "send Bye before a new scheduler half starts, or use a new instance_id",
             )
         )
+    known = {rank: one.geometry for rank, one in session.workers.items() if one.geometry}
     for rank, worker in sorted(session.workers.items()):
         if rank not in theirs.ranks:
             found.append(
@@ -87,7 +88,8 @@ def check_engine(
         if worker.geometry is not None:
             found += _hash_block(theirs.hash_block_tokens, worker.geometry.hash_block_tokens)
             found += _bare_groups(theirs, worker.geometry)
-            found = found or check_rules(theirs, worker.geometry)
+    if known and not found:
+        return check_rules(theirs, list(known.values()), complete=known.keys() >= set(theirs.ranks))
     return found
 
 
@@ -95,13 +97,16 @@ def check_rank(peer: Peer, theirs: RegisterRank, geometry: RankGeometry) -> list
     """Compare a rank's validated registration with the scheduler half and with another rank."""
     session = peer.session
     found: list[FieldRefusal] = []
+    known = {peer.rank: geometry}
+    known |= {n: it.geometry for n, it in session.workers.items() if it.geometry and it is not peer}
     if session.ranks and peer.rank not in session.ranks:
         found.append(FieldRefusal("rank", str(peer.rank), f"one of {list(session.ranks)}", _REPORT))
     scheduler = session.scheduler.registration if session.scheduler is not None else None
     if isinstance(scheduler, RegisterEngine):
         found += _hash_block(theirs.hash_block_tokens, scheduler.hash_block_tokens)
         found += _bare_groups(scheduler, geometry)
-        found = found or check_rules(scheduler, geometry)
+        complete = known.keys() >= set(scheduler.ranks)
+        found = found or check_rules(scheduler, list(known.values()), complete=complete)
     alike: list[Peer] = []
     others: list[Peer] = []
     for rank, other in sorted(session.workers.items()):

@@ -7,6 +7,8 @@ the groups: only both together say whether the engine can be served exactly.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kvferry_connector.wire.attach import FieldRefusal
@@ -45,8 +47,18 @@ class Shared(Protocol):
         """Tokens at the end that may be rewritten."""
 
 
+def with_drafts(ranks: Sequence[RankGeometry]) -> RankGeometry:
+    """Return the first rank's geometry with the draft groups of all.
+
+    vLLM clears the mark on a pipeline stage that has no layers of the group.
+    """
+    marked = {group.group for rank in ranks for group in rank.groups if group.eagle}
+    groups = tuple(replace(one, eagle=one.group in marked) for one in ranks[0].groups)
+    return replace(ranks[0], groups=groups)
+
+
 def rules_of(shared: Shared, geometry: RankGeometry) -> Rules:
-    """Return the rules; ``geometry`` of any rank, because ranks agree on their groups."""
+    """Return the rules; ranks agree on their groups but for the drafts (see ``with_drafts``)."""
     groups = tuple(_group_rule(group) for group in geometry.groups)
     # vLLM ignores the dense setting, and refuses others, where no group is ever sparse.
     sparse = any(rule.stored and rule.kind in WINDOWED | {Kind.MAMBA} for rule in groups)
@@ -76,9 +88,17 @@ def retention_of(setting: str, engine_tokens: int | None, scheduler_block: int) 
     return math.gcd(tokens, engine_tokens)
 
 
-def check_rules(shared: Shared, geometry: RankGeometry) -> list[FieldRefusal]:
-    """Return why this engine cannot be served exactly, or nothing."""
-    rules = rules_of(shared, geometry)
+def check_rules(
+    shared: Shared, ranks: Sequence[RankGeometry], *, complete: bool
+) -> list[FieldRefusal]:
+    """Return why this engine cannot be served exactly, or nothing.
+
+    ``complete``: these are all ranks. Without a mark all groups are draft groups, which until then
+    is not known: a stage that is still to come may mark one.
+    """
+    rules = rules_of(shared, with_drafts(ranks))
+    if not complete and not any(rule.eagle for rule in rules.groups):
+        rules = replace(rules, use_eagle=False)
     refused = check(rules)
     if isinstance(refused, Refused):
         return [FieldRefusal("groups", refused.reason, "groups whose masks are exact", _NO_WAY)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvferry_sidecar.masks.kinds import FULL_FAMILY
 from kvferry_sidecar.masks.rules import Rules
 from kvferry_sidecar.plan.shards import StripeShape, stripe_shape
-from kvferry_sidecar.sessions.model import RankGeometry, RankGroup, Session
-from kvferry_sidecar.sessions.rules import rules_of
+from kvferry_sidecar.sessions.model import RankGroup, Session
+from kvferry_sidecar.sessions.rules import rules_of, with_drafts
 from kvferry_sidecar.tiers.store import Form
 
 
@@ -98,7 +98,7 @@ def session_shape(session: Session) -> SessionShape | None:
         geometries.append(peer.geometry)
     if not geometries:
         return None
-    rules = rules_of(session, _with_drafts(geometries))
+    rules = rules_of(session, with_drafts(geometries))
     groups = tuple(
         _group_shape(
             [geometry.groups[i] for geometry in geometries],
@@ -108,16 +108,6 @@ def session_shape(session: Session) -> SessionShape | None:
         for i in range(len(geometries[0].groups))
     )
     return SessionShape(ranks, groups, rules)
-
-
-def _with_drafts(ranks: list[RankGeometry]) -> RankGeometry:
-    """Return the first rank's geometry with the draft groups of all.
-
-    vLLM clears the mark on a pipeline stage that has no layers of the group.
-    """
-    marked = {group.group for rank in ranks for group in rank.groups if group.eagle}
-    groups = tuple(replace(one, eagle=one.group in marked) for one in ranks[0].groups)
-    return replace(ranks[0], groups=groups)
 
 
 def _group_shape(

@@ -179,6 +179,31 @@ def test_states_of_a_drafter_of_several_modules_are_refused(
     close_all([worker, scheduler])
 
 
+@pytest.mark.parametrize("scheduler_at", [0, 1, 2])
+@pytest.mark.parametrize("marks", ["full", "states", "nobody"])
+def test_draft_groups_are_those_that_any_pipeline_stage_marks(
+    node: Node, scheduler_at: int, marks: str
+) -> None:
+    """vLLM clears the mark on the stage without layers of the group: that one says nothing."""
+    unmarked = [Group(0, "full", 16, {}, []), Group(1, "mamba", 16, {}, ["s0"])]
+    full = Group(0, "full", 16, {}, ["l1"], eagle=marks == "full")
+    states = Group(1, "mamba", 16, {}, ["s1"], eagle=marks == "states")
+    ranks = [stage(0, groups=unmarked), stage(1, groups=[full, states])]
+    halves = [attached(node, rank)[0] for rank in (0, 1, -1)]
+    said: list[Any] = list(zip(halves, ranks, strict=False))
+    engine = engine_registration([0, 1], use_eagle=True, reprefill_tokens=2)
+    said.insert(scheduler_at, (halves[2], engine))
+    answers = [registered(half, message) for half, message in said]
+    assert all(isinstance(answer, Registered) for answer in answers[:2]), "not known until all are"
+    if marks == "full":
+        assert isinstance(answers[2], Registered)
+        node.pump(lambda: only_session(node).ready, "it is served")
+    else:
+        assert refused_fields(answers[2]).keys() == {"reprefill_tokens"}
+        assert not only_session(node).ready
+    close_all(halves)
+
+
 @pytest.mark.parametrize(
     ("setting", "engine", "kept"),
     [
