@@ -374,7 +374,7 @@ class App:
             return math.inf
         if error := self._gpu_lost():
             return self._end(now_s, ExitCode.GPU, "a GPU is lost; draining to end", error=error)
-        if now_s >= self._socket_check_s:
+        if now_s >= self._socket_check_s - socket_check_s / 2:  # early, where awake anyway
             self._socket_check_s = now_s + socket_check_s
             if not self._attach.owns_path():
                 what = "attach socket was removed or replaced; draining to end"
