@@ -184,12 +184,10 @@ class Pipeline:
     def on_session_ready(self, session: Session, now_s: float) -> None:  # noqa: ARG002 - one form
         """All local ranks are registered (again): work out groups and shards anew."""
         self._core.forget_shape(session)
+        self._core.shape(session)  # a pool may be warmed before the first request
 
     def on_version(self, session: Session, now_s: float) -> None:  # noqa: ARG002 - one form
-        """The namespace version rotated: admissions of the old one hit nothing any more.
-
-        Nothing is taken back: leases and jobs of the old version drain under it.
-        """
+        """The version rotated: old admissions hit nothing any more; leases and jobs drain."""
         self._core.log.info("namespace version rotated", engine=session.key.engine_id)
         if (shape := self._core.shape(session)) is not None:
             self._core.journal.namespaces.learn(session, shape)

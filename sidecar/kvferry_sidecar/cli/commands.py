@@ -16,7 +16,8 @@ from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 from kvferry_sidecar import config
 from kvferry_sidecar.cli import operate, options, pages, query
 from kvferry_sidecar.cli.geometry import geometry
-from kvferry_sidecar.cli.objects import objects, warm
+from kvferry_sidecar.cli.objects import objects
+from kvferry_sidecar.cli.warm import warm
 from kvferry_sidecar.errors import ExitCode, KvferryError
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlencode
 
 import click
@@ -20,12 +19,18 @@ from kvferry_sidecar.settings import size_text
 
 _page_objects = 1000  # of one answer
 _keys_page = 1000  # keys of one action
-_warm_page = 500  # objects of one action: its body is bounded
 _line_bytes_max = 4096
 _LIST = "give a list that `kvferry objects list` has printed"
-_progress_s = 0.2
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Listed(NamedTuple):
+    """One object of a list; namespace and key in hexadecimal digits."""
+
+    namespace: str
+    group: int
+    key: str
 
 
 def _age(text: str) -> int:
@@ -139,60 +144,6 @@ def drop(tier: str, dry_run: bool, as_json: bool, **given: Any) -> int:
     return _act("drop-objects", {"tiers": tier}, dry_run, as_json, given)
 
 
-@click.command()
-@options.config_file
-@options.setting_flags("run_dir")
-@click.option("--dry-run", is_flag=True, help="Only say what would be looked for.")
-@click.argument("objects_file", metavar="FILE", type=click.Path(path_type=Path, exists=True))
-def warm(
-    file: Path | None,
-    assignments: tuple[str, ...],
-    dry_run: bool,
-    objects_file: Path,
-    **values: object,
-) -> int:
-    """Bring the objects of FILE from slower tiers into the pool, and wait until it is done.
-
-    FILE is a list of `kvferry objects list`, fetched in its order. An engine of each namespace has
-    to have been here since the sidecar's start.
-    """
-    api = Api(options.load(file, values, assignments).config.run_dir)
-    before: dict[str, int] = api.get("warm")["counts"]
-    rows = list(read_list(objects_file))
-    sums: Counter[str] = Counter(taken=0, there=0, unknown=0)
-    while sums["taken"] < len(rows):
-        part = rows[sums["taken"] : sums["taken"] + _warm_page]
-        did = api.act("warm", objects=part, dry_run=dry_run)
-        sums.update({name: int(str(did[name])) for name in sums})
-        if not did["taken"]:
-            if dry_run:
-                break
-            _tell_progress(api)
-    looked_for = sums["taken"] - sums["there"] - sums["unknown"]
-    told = f"{len(rows):,} objects: {sums['there']:,} are in the pool"
-    if sums["unknown"]:
-        told += f", {sums['unknown']:,} are of namespaces that no engine has registered"
-    if dry_run:
-        print(f"{told}, {looked_for:,} would be looked for")
-        return ExitCode.OK
-    while _tell_progress(api):
-        pass
-    now: dict[str, int] = api.get("warm")["counts"]
-    ended = {name: now[name] - before.get(name, 0) for name in sorted(now)}
-    print(told, *(f"{count:,} {name}" for name, count in ended.items() if count), sep=", ")
-    return ExitCode.FAILED if sums["unknown"] or ended.get("failed") else ExitCode.OK
-
-
-def _tell_progress(api: Api) -> int:
-    """Say how many objects wait, a few times a second; returns that number."""
-    waiting = int(api.get("warm")["waiting"])
-    if waiting:
-        if sys.stderr.isatty():
-            print(f"\r{waiting:,} objects wait ", end="", file=sys.stderr, flush=True)
-        time.sleep(_progress_s)
-    return waiting
-
-
 def _pin(level: str, dry_run: bool, as_json: bool, given: dict[str, Any]) -> int:
     return _act("pin-objects", {"pin": level}, dry_run, as_json, given)
 
@@ -246,34 +197,41 @@ def _selected(given: dict[str, Any]) -> tuple[Api, list[dict[str, Any]]]:
     else:
         fits = [one]
     if given["keys_file"]:
-        keys = [key for _, _, key in read_list(given["keys_file"])]
+        keys = [one.key for one in read_list(given["keys_file"])]
         parts = [keys[at : at + _keys_page] for at in range(0, len(keys), _keys_page)]
         fits = [{**filter_, "keys": part} for filter_ in fits for part in parts]
     return api, fits
 
 
-def read_list(file: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield (namespace, group, key) of a list's lines. Raises RequestError with the line."""
+def read_list(file: Path) -> Iterator[Listed]:
+    """Yield the objects of a list's lines. Raises RequestError with the line."""
+    for where, line in lines_of(file, _line_bytes_max):
+        yield listed(where, line)
+
+
+def lines_of(file: Path, bytes_max: int) -> Iterator[tuple[str, bytes]]:
+    """Yield a list's lines, each with its place; comments are left out. Raises RequestError."""
     try:
         with file.open("rb") as stream:
-            lines = iter(lambda: stream.readline(_line_bytes_max + 1), b"")
+            lines = iter(lambda: stream.readline(bytes_max + 1), b"")
             for number, line in enumerate(lines, 1):
                 where = f"{file}, line {number}"
-                if len(line) > _line_bytes_max:
-                    raise RequestError(f"{where} has more than {_line_bytes_max} bytes", _LIST)
+                if len(line) > bytes_max:
+                    raise RequestError(f"{where} has more than {bytes_max} bytes", _LIST)
                 if line.strip() and not line.startswith(b"#"):
-                    yield _listed(where, line)
+                    yield where, line
     except OSError as error:
         raise RequestError(f"{file} cannot be read: {error.strerror}", _LIST) from error
 
 
-def _listed(where: str, line: bytes) -> tuple[str, int, str]:
+def listed(where: str, line: bytes) -> Listed:
+    """Return the object of one line. Raises RequestError."""
     try:
         if line.startswith(b"{"):
             found = msgspec.json.decode(line)
-            return found["namespace"], int(found["group"]), found["key"]
+            return Listed(found["namespace"], int(found["group"]), found["key"])
         namespace, group, key, *_ = line.decode().split()
-        return namespace, int(group), key
+        return Listed(namespace, int(group), key)
     except (ValueError, KeyError, TypeError, msgspec.DecodeError, RecursionError) as error:
         raise RequestError(f"{where} is no object: {error}", _LIST) from error
 

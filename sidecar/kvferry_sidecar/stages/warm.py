@@ -42,21 +42,29 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class WarmReading(msgspec.Struct, frozen=True):
-    """Objects that wait or are being fetched now, and what became of others since the start."""
+    """Objects that wait or are being fetched now, and what became of others since the start.
+
+    ``namespaces``: those whose objects can be fetched, with their groups.
+    """
 
     waiting: int
     counts: dict[str, int]  # fetched, absent, failed, full
+    namespaces: dict[str, list[int]]
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Objects of one form that are still looked for. ``tier``: the one that is asked."""
+    """Objects of one form that are still looked for. ``tier``: the one that is asked.
+
+    ``fetching``: further objects that it has and that are being read.
+    """
 
     namespace: bytes
     group: int
     form: Form
     keys: list[bytes]
     tier: int = -1
+    fetching: int = 0
 
 
 class Warmer:
@@ -82,12 +90,14 @@ class Warmer:
         return Taken(len(taken), sum(there), len(taken) - len(known))
 
     def waiting(self) -> int:
-        """Objects of which nothing is known yet."""
-        return len(self._queue) + (len(self._batch.keys) if self._batch is not None else 0)
+        """Objects that are neither in the pool yet nor known to be absent."""
+        batch = self._batch
+        return len(self._queue) + (len(batch.keys) + batch.fetching if batch is not None else 0)
 
     def reading(self) -> WarmReading:
         """Return how it goes."""
-        return WarmReading(self.waiting(), dict(self.counts))
+        known = self._core.journal.namespaces.groups()
+        return WarmReading(self.waiting(), dict(self.counts), known)
 
     def pump(self, now_s: float) -> None:
         """Go on, when nothing is under way."""
@@ -158,6 +168,7 @@ class Warmer:
             return
 
         def done(result: CallResult, later_s: float) -> None:
+            batch.fetching = 0
             good = publish(pool, entries, result.crcs or (None,) * len(entries))
             self.counts["fetched"] += int(good.sum())
             self.counts["failed"] += int((~good).sum())
@@ -168,6 +179,7 @@ class Warmer:
             self._go_on(later_s)
 
         items = items_of(pool, keys, entries, form, crcs=False)
+        batch.fetching = len(items)
         self._desk.send(tier, Get(tuple(items)), now_s, done)
 
     def _go_on(self, now_s: float) -> None:

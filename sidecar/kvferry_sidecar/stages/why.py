@@ -66,6 +66,10 @@ class Namespaces:
         """Return what is known of a namespace."""
         return self._known.get(digest)
 
+    def groups(self) -> dict[str, list[int]]:
+        """Return the stored groups of every namespace, by its hexadecimal digits."""
+        return {digest.hex(): sorted(facts.forms) for digest, facts in self._known.items()}
+
     def holder(
         self, pool: HostTier, session: Session, hashes: bytes, hash_bytes: int
     ) -> Why | None:

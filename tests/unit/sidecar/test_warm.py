@@ -61,6 +61,18 @@ def test_each_object_comes_from_the_first_tier_that_has_it() -> None:
     bed.assert_clean()
 
 
+def test_what_is_being_fetched_is_waited_for() -> None:
+    bed = Bed(sources=("disk",))
+    bed.pipeline.warmer.add(only_below(bed, make_engine(), 2), bed.now_s, dry_run=False)
+    (find,) = bed.slow[0].of_kind(Find)
+    bed.slow[0].finish(find)
+    bed.pipeline.on_stores(bed.now_s)
+    assert (bed.pipeline.warmer.waiting(), len(bed.slow[0].of_kind(Get))) == (2, 1)
+    bed.run_stores()
+    assert bed.pipeline.warmer.waiting() == 0
+    bed.assert_clean()
+
+
 def test_a_list_is_bounded_and_of_known_namespaces() -> None:
     bed = Bed(sources=("disk",), limits=Limits(warm_objects_max=6))
     wanted = only_below(bed, make_engine(), 10)
