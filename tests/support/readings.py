@@ -25,8 +25,8 @@ def reading(bed=None, **degraded):
     turns.observe(0.5)
     snapshot = bed.pipeline.snapshot(bed.now_s)
     view = LoopView(
-        7, 0.5, 0, 2, 0, {"uid": 1, "connections-max": 4}, {"send_full": 3}, 0,
-        turns.reading(), {"Probe": turns.reading()},
+        7, 0.5, 0, 2, 0, {"uid": 1, "connections-max": 4, "tenant-share": 2}, {"send_full": 3},
+        0, turns.reading(), {"Probe": turns.reading()},
     )  # fmt: skip
     document = status.document(5, [], snapshot, POOL, view, {}, bed.now_s)
     state = state_of(draining=False, degraded=degraded)

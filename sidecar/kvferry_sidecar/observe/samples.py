@@ -103,7 +103,7 @@ def limits(reading: Reading) -> dict[str, float]:
         for name, count in {**pipeline.declines, **refused(reading)}.items()
         if name.endswith("-max")
     }
-    for name in ("connections-max", "sessions-max", "ranks-max"):
+    for name in ("connections-max", "sessions-max", "ranks-max", "tenant-share"):
         hits[name.replace("-", "_")] = loop.attach_refused.get(name, 0)
     for name in ("hello_ms_max", "attach_out_bytes_max"):
         hits[name] = loop.attach_refused.get(name, 0)

@@ -51,6 +51,7 @@ def test_every_number_comes_from_the_reading():
     assert found["kvferry_pool_used_bytes", "host"] == 1 << 28
     assert found["kvferry_pool_dropped_before_reuse_total", "host"] == 1
     assert found["kvferry_limit_hits_total", "connections_max"] == 4
+    assert found["kvferry_limit_hits_total", "tenant_share"] == 2
     assert found["kvferry_limit_hits_total", "router_hwm"] == 3
     assert found["kvferry_state", "degraded"] == 1
     assert found["kvferry_degraded", "disk"] == 1
