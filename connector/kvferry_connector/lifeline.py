@@ -132,9 +132,8 @@ class Lifeline:
         if not thread.is_alive():
             for fd in (self._wake, self._pidfd, *self.unproven.values()):
                 os.close(fd)
-            if self._hot is not None:
-                self._hot[0].close()
-            self._context.term()
+            # Whatever sockets are left: term() waits for ever for one that a link still holds.
+            self._context.destroy(0)
 
     # --- the thread --------------------------------------------------------------------------
 

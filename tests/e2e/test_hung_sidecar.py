@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def deployment(sidecar: SidecarUnderTest, log: Path) -> Iterator[Child]:
     environment = {
         **ENGINE_ENVIRONMENT,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
     command = [sys.executable, "-m", "support.dp_child", str(model_dir("llama"))]
@@ -63,6 +64,19 @@ def engine_core(child: Child) -> int:
     return core
 
 
+def wait_for_end(core: int, child: Child) -> None:
+    """Wait until ``core`` is gone; one that hangs says where (SIGABRT: all threads' stacks)."""
+    workers = Path(f"/proc/{core}/task/{core}/children").read_text().split()
+    try:
+        wait_until(lambda: not Path(f"/proc/{core}").exists(), "the core ends", ENDS_S_MAX)
+    except AssertionError as error:
+        for pid in (core, *map(int, workers)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+        wait_until(lambda: not Path(f"/proc/{core}").exists(), "its stacks are written")
+        raise AssertionError(f"{error}; it was here:\n{child.tail(600)}") from None
+
+
 def _command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
 
@@ -89,5 +103,5 @@ def test_pause_and_sigterm_end_although_the_sidecar_hangs(tmp_path: Path) -> Non
         say(child, {"rank": 0, "tokens": texts.take(1300)})
         started_s = time.monotonic()
         os.kill(core, signal.SIGTERM)
-        wait_until(lambda: not Path(f"/proc/{core}").exists(), "the core ends", ENDS_S_MAX)
+        wait_for_end(core, child)
         os.kill(sidecar.process.pid, signal.SIGCONT)
