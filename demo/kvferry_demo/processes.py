@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from kvferry_sidecar.cli.query import ask_status
+from kvferry_sidecar.errors import NoSidecarError
+
 from kvferry_demo import protocol
 
 ENGINE_START_S = 240.0
 ENGINE_REPLY_S = 330.0
 SIDECAR_START_S = 180.0
-STOP_S = 20.0
+STOP_S = 60.0
 _POLL_S = 0.02
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps POSIX shared memory
 
@@ -116,10 +119,17 @@ class Sidecar(Child):
         pool = ["--pool-name", pool_name, "--pool-bytes", str(pool_bytes), "--http-listen", ""]
         super().__init__(in_environment({}, [*kvferry_command(), *serve, *pool, *flags]), log)
 
-    def wait_ready(self, deadline_s: float = SIDECAR_START_S) -> None:
-        """Return when the sidecar answers. Raises ChildError, with its log, when it does not."""
+    def wait_ready(self, deadline_s: float = SIDECAR_START_S) -> dict[str, Any]:
+        """Return the status document when the sidecar answers.
+
+        Raises ChildError, with its log, when it does not.
+        """
         end_s = time.monotonic() + deadline_s
-        while not (self.run_dir / "attach.sock").exists() or self.try_status() is None:
+        while True:
+            listens = (self.run_dir / "attach.sock").exists()
+            document = self.try_status() if listens else None
+            if document is not None:
+                return document
             if self.process.poll() is not None:
                 raise ChildError(
                     f"the sidecar ended with {self.process.returncode}:\n{self.tail()}"
@@ -130,21 +140,15 @@ class Sidecar(Child):
 
     def try_status(self) -> dict[str, Any] | None:
         """Return the status document, or None when the sidecar does not answer."""
-        command = [*kvferry_command(), "status", "--json", "--run-dir", str(self.run_dir)]
-        answer = subprocess.run(
-            in_environment({}, command), capture_output=True, timeout=SIDECAR_START_S, check=False
-        )
-        if answer.returncode != 0:
+        try:
+            document: dict[str, Any] = json.loads(ask_status(self.run_dir, SIDECAR_START_S))
+        except NoSidecarError:
             return None
-        document: dict[str, Any] = json.loads(answer.stdout)
         return document
 
     def loaded_bytes(self) -> int:
         """Return the bytes loaded into engines so far. Raises ChildError without an answer."""
-        document = self.try_status()
-        if document is None:
-            raise ChildError(f"the sidecar does not answer:\n{self.tail()}")
-        return int(document["pipeline"]["ledger"]["loaded_bytes"])
+        return int(self.wait_ready()["pipeline"]["ledger"]["loaded_bytes"])
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine import EngineUnderTest, Texts, hit_of, running_engine
+from support.engine import PATIENCE, EngineUnderTest, Texts, hit_of, running_engine
 from support.sidecar import SidecarUnderTest, running_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -38,7 +38,7 @@ def engines(sidecar: SidecarUnderTest, shelf: Path) -> Iterator[dict[str, Engine
         "kv_connector_module_path": "kvferry_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"run_dir": str(sidecar.run_dir), "probe_ms_max": 20_000},
+        "kv_connector_extra_config": {"run_dir": str(sidecar.run_dir), **PATIENCE},
     }
     other = {
         "kv_connector": "ExampleConnector",

@@ -51,7 +51,7 @@ async def serve(model: str, run_dir: str, replies: BinaryIO, extra: dict[str, An
                 "kv_connector_extra_config": {
                     "run_dir": run_dir,
                     "probe_ms_max": 20_000,
-                    **(extra or {}),
+                    **(extra or {"silent_ms_max": 60_000}),
                 },
             },
         )

@@ -317,7 +317,7 @@ def _make_config(
             kv_connector="FerryConnector", kv_connector_module_path="kvferry_connector",
             kv_role="kv_both", kv_load_failure_policy="recompute",
             kv_connector_extra_config={
-                "run_dir": str(run_dir), "probe_ms_max": 20_000, "silent_ms_max": 20_000},
+                "run_dir": str(run_dir), "probe_ms_max": 20_000, "silent_ms_max": 60_000},
         ),
         device_config=DeviceConfig("cpu"),
     )  # fmt: skip

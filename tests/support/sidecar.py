@@ -17,6 +17,10 @@ from support.memory import free_fake_gpu
 from support.waiting import wait_until
 
 POOL_BYTES = 128 << 20
+# A machine that stands still for a while must not meet these; a test that is about one sets it.
+PATIENCE = {
+    f"limits.{name}": 120_000 for name in ("fence_ms_max", "lease_idle_ms_max", "ranks_wait_ms_max")
+}
 
 
 def set_flags(settings: Mapping[str, object]) -> list[str]:
@@ -33,7 +37,7 @@ class SidecarUnderTest:
         self.pool_name = new_pool_name("test")
         self.log = folder / "sidecar.log"
         self._pool_bytes = pool_bytes
-        self._flags = tuple(flags)
+        self._flags = (*set_flags(PATIENCE), *flags)
         self._process: Sidecar | None = None
 
     @property
@@ -61,7 +65,8 @@ class SidecarUnderTest:
     def restart(self, flags: Sequence[str] | None = None) -> None:
         """Serve the same run directory and pool with a new process, and other flags if given."""
         self.process.stop()
-        self._flags = self._flags if flags is None else tuple(flags)
+        if flags is not None:
+            self._flags = (*set_flags(PATIENCE), *flags)
         self.start()
 
     def status(self) -> dict[str, Any]:

@@ -67,12 +67,12 @@ def test_a_loop_that_hangs_is_neither_alive_nor_ready(tmp_path):
         window.desk = SimpleNamespace(events=list, settings=list)
         wait_until(lambda: http.get("/livez").status == 503, "the bound is over")
         assert "no turn for" in http.get("/livez").text
-        assert "did not answer in 0.8 s" in http.get("/readyz").text
+        assert "did not answer in 0.8 s" in http.once("/readyz").text
         assert http.get("/startupz").status == 200
-        assert http.get("/metrics").status == 503, "nothing was ever read"
+        assert http.once("/metrics").status == 503, "nothing was ever read"
         window.last = reading(Bed(now_s=time.monotonic() - 30.0))
         lag = re.search(
-            r"^kvferry_loop_lag_seconds (\S+)$", http.get("/metrics").text, re.MULTILINE
+            r"^kvferry_loop_lag_seconds (\S+)$", http.once("/metrics").text, re.MULTILINE
         )
         assert float(lag[1]) >= 30.0
         bundle = http.get("/debug/bundle")
@@ -108,7 +108,7 @@ def test_who_does_not_read_what_it_asked_for_is_closed(tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "peer_s_max", 0.5)
     with served(tmp_path) as (http, window):
         window.last = reading(Bed())
-        whole_bytes = 40 * len(http.get("/metrics").body)
+        whole_bytes = 40 * len(http.once("/metrics").body)
         with unread(tmp_path / "s") as one:
             wait_until(lambda: not established(tmp_path / "s"), "it is closed")
             got = b"".join(iter(functools.partial(one.recv, 1 << 16), b""))
