@@ -48,7 +48,8 @@ demo: setup ## run the main job with two real engine processes (MODEL=llama; kvf
 
 .PHONY: test
 test: setup $(wildcard $(PAGE)) ## run all tests of the normal gate (TESTS=path for a part of them)
-	$(BIN)/python -m pytest -m 'not long' -n $(TEST_JOBS) --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -m 'not long' -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
+	  $(TESTS)
 
 .PHONY: test-long
 test-long: setup ## run the long gate: more seeds, more examples, longer runs
