@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,7 @@ from kvferry_sidecar.stages.snapshot import PipelineSnapshot
 from kvferry_sidecar.stages.views import GroupView, JobView, LeaseView
 from kvferry_sidecar.stages.warm import Wanted, WarmReading
 from kvferry_sidecar.tiers.host import HostTier
+from kvferry_sidecar.tiers.store import Listed
 from kvferry_sidecar.transport import Transport
 
 
@@ -220,6 +222,12 @@ class Desk:
     def objects(self, wanted: Filter, first: int, most: int) -> ObjectsPage:
         """Return objects of one page of the pool."""
         return self._parts.pipeline.objects.page(wanted, first, most)
+
+    def on_disk(
+        self, name: str, after: bytes, most: int, now_s: float
+    ) -> Future[tuple[Listed, ...]]:
+        """Ask a disk for its objects behind the key ``after``. Raises RequestError."""
+        return self._parts.pipeline.objects.on_disk(name, after, most, now_s)
 
     def events(self) -> list[Mapping[str, object]]:
         """Return the last events of the log, oldest first. Any thread may ask."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import http.client
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -34,9 +35,12 @@ class Api:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
-    def get(self, path: str, kind: Any = Any) -> Any:
-        """Return what ``/api/v1/path`` answers, decoded as ``kind``."""
-        return self._decoded(self.call("GET", f"{PREFIX}/{quote(path, safe='/?=&')}"), kind)
+    def get(self, path: str, kind: Any = Any, query: Mapping[str, object] | None = None) -> Any:
+        """Return what ``/api/v1/path?query`` answers, decoded as ``kind``."""
+        asked = f"{PREFIX}/{quote(path, safe='/?=&')}"
+        if query:
+            asked += f"?{urlencode(query)}"
+        return self._decoded(self.call("GET", asked), kind)
 
     def act(self, action: str, **parameters: object) -> dict[str, object]:
         """Carry out an action; returns what it did."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlencode
 
 import click
 import msgspec
@@ -62,7 +62,7 @@ def _selecting(command: Command) -> Command:
 
 @click.group()
 def objects() -> None:
-    """Count, list, pin and drop the objects of the pool, by namespace and age."""
+    """Count, list, pin and drop objects, by tier, namespace and age."""
 
 
 @objects.command()
@@ -93,11 +93,18 @@ def count(file: Path | None, assignments: tuple[str, ...], as_json: bool, **valu
 @objects.command("list")
 @_selecting
 @click.option("--limit", default=1000, type=click.IntRange(1), help="At most so many.")
-def list_objects(limit: int, as_json: bool, **given: Any) -> int:
+@click.option("--tier", type=click.Choice(["host", "disk"]), default="host", show_default=True)
+def list_objects(limit: int, tier: str, as_json: bool, **given: Any) -> int:
     """List objects: a line each of namespace, group, key, seconds since it was stored, bytes, pin.
 
     With --json one object per line. Both are lists that `kvferry warm` and --keys-file read.
+    What remote stores hold is only counted.
     """
+    if tier == "disk":
+        found = itertools.chain.from_iterable(pages for _, pages in _on_disks(given))
+        for one in itertools.islice(found, limit):
+            _print_object(one, as_json)
+        return ExitCode.OK
     api, fits = _selected(given)
     left = limit
     for one in fits:
@@ -106,7 +113,7 @@ def list_objects(limit: int, as_json: bool, **given: Any) -> int:
         first: int | None = 0
         while first is not None and left > 0:
             query = {**one, "first": first, "limit": min(left, _page_objects)}
-            page = api.get(f"objects?{urlencode(query)}")
+            page = api.get("objects", query=query)
             for found in page["objects"]:
                 _print_object(found, as_json)
             left -= len(page["objects"])
@@ -133,14 +140,22 @@ def unpin(dry_run: bool, as_json: bool, **given: Any) -> int:
 
 @objects.command()
 @_selecting
-@click.option("--tier", type=click.Choice(["host", "slower", "all"]), default="host")
+@click.option("--tier", type=click.Choice(["host", "disk", "slower", "all"]), default="host")
 @click.option("--dry-run", is_flag=True, help="Only count them.")
 def drop(tier: str, dry_run: bool, as_json: bool, **given: Any) -> int:
-    """Forget objects: in the pool (host), in the tiers below it (slower), or in both (all).
+    """Forget objects: in the pool (host), on disks, in all tiers below the pool (slower), or all.
 
-    Slower tiers are asked to forget the objects that the pool has and that fit, and every key of
-    --keys-file.
+    With `disk` those that fit of what the disks hold. With `slower` and `all` the tiers are asked
+    to forget the objects that the pool has and that fit, and every key of --keys-file.
     """
+    if tier == "disk" and not given["keys_file"]:
+        sums: Counter[str] = Counter(objects=0, bytes=0, refused=0)
+        for api, page in _on_disks(given):
+            sums.update(objects=len(page), bytes=sum(one["bytes"] for one in page))
+            if page and not dry_run:
+                fits = {"keys": [one["key"] for one in page]}
+                api.act("drop-objects", fits=fits, tiers=tier, dry_run=False)
+        return _told("drop-objects", sums, dry_run, as_json)
     return _act("drop-objects", {"tiers": tier}, dry_run, as_json, given)
 
 
@@ -160,6 +175,10 @@ def _act(
             did = api.act(action, fits=one, first=first, dry_run=dry_run, **how)
             sums.update({name: int(str(did[name])) for name in sums})
             first = did["next"]
+    return _told(action, sums, dry_run, as_json)
+
+
+def _told(action: str, sums: Counter[str], dry_run: bool, as_json: bool) -> int:
     if as_json:
         _print_json({"action": action, "dry_run": dry_run, **sums})
     else:
@@ -168,6 +187,19 @@ def _act(
         if sums["refused"]:
             print(f"{sums['refused']:,} more are over limits.pinned_percent_max")
     return ExitCode.FAILED if sums["refused"] else ExitCode.OK
+
+
+def _on_disks(given: dict[str, Any]) -> Iterator[tuple[Api, list[dict[str, Any]]]]:
+    """Yield what fits page by page, disk by disk. Raises RequestError."""
+    api, fits = _selected(given)
+    disks = [one["name"] for one in api.get("tiers")["slower"] if one["source"] == "disk"]
+    for one, name in itertools.product(fits, disks):
+        after: str | None = ""
+        while after is not None:
+            query = {**one, "tier": name, "after": after, "limit": _page_objects}
+            page = api.get("objects", query=query)
+            yield api, page["objects"]
+            after = page["next"]
 
 
 def _selected(given: dict[str, Any]) -> tuple[Api, list[dict[str, Any]]]:

@@ -8,6 +8,7 @@ a tier is bounded: over the bound its oldest entry, the coldest, is dropped and 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,9 @@ from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.stages.stores import StoreDesk, Tier, TierState
 from kvferry_sidecar.tiers.host import HostTier
 from kvferry_sidecar.tiers.runner import CallResult, Put
-from kvferry_sidecar.tiers.store import Form, Item
+from kvferry_sidecar.tiers.store import Form, Item, Whose
 
-Waiting = deque[tuple[bytes, Form]]
+Waiting = deque[tuple[bytes, Form, Whose]]
 
 
 class WriteBehind:
@@ -37,13 +38,13 @@ class WriteBehind:
         self._putting: Counter[Tier] = Counter()  # calls
         self._writing: Counter[Tier] = Counter()  # their objects
 
-    def entered(self, keys: Keys, form: Form, origin: Tier | None = None) -> None:
+    def entered(self, keys: Keys, form: Form, whose: Whose, origin: Tier | None = None) -> None:
         """Objects were committed to the pool: by a save, or fetched from ``origin``."""
-        self._offer(keys, form, "all", origin)
+        self._offer(keys, form, whose, "all", origin)
 
-    def reused(self, keys: Keys, form: Form) -> None:
+    def reused(self, keys: Keys, form: Form, whose: Whose) -> None:
         """Objects of the pool were loaded by an engine."""
-        self._offer(keys, form, "reused", None)
+        self._offer(keys, form, whose, "reused", None)
 
     def pump(self, now_s: float) -> None:
         """Start the puts that there is room for."""
@@ -62,7 +63,9 @@ class WriteBehind:
         """Objects that wait or are being written now, by tier, also for one that is paused."""
         return {t.name: len(queue) + self._writing[t] for t, queue in self._queues.items()}
 
-    def _offer(self, keys: Keys, form: Form, policy: str, origin: Tier | None) -> None:
+    def _offer(
+        self, keys: Keys, form: Form, whose: Whose, policy: str, origin: Tier | None
+    ) -> None:
         for tier, queue in self._queues.items():
             if tier.policy != policy or tier is origin or tier.state is TierState.OFF:
                 continue
@@ -73,7 +76,7 @@ class WriteBehind:
             names = split(keys)
             if tier.source == "disk":
                 names = [name for name in names if self._disk_of(name) is tier]
-            queue.extend((name, form) for name in names)
+            queue.extend((name, form, whose) for name in names)
             self._drop(tier, len(queue) - self._limits.write_behind_max, "put_dropped_full")
 
     def _disk_of(self, key: bytes) -> Tier:
@@ -93,7 +96,7 @@ class WriteBehind:
         keys = np.frombuffer(b"".join(names), np.uint8).reshape(-1, 16)
         keys = keys[self._pool.present(keys)]
         entries = self._pool.lease(keys, use=False)
-        items = items_of(self._pool, keys[: len(entries)], entries, form, crcs=True)
+        items = items_of(self._pool, keys[: len(entries)], entries, form, names)
         tier.counts["put_evicted_before"] += len(names) - len(items)
         if not items:
             self._pool.release(entries)
@@ -112,16 +115,17 @@ class WriteBehind:
         self._writing[tier] += len(items)
         self._desk.send(tier, Put(tuple(items)), now_s, done)
 
-    def _take(self, tier: Tier, queue: Waiting) -> tuple[list[bytes], Form]:
+    def _take(self, tier: Tier, queue: Waiting) -> tuple[dict[bytes, Whose], Form]:
         """Take the oldest objects of one form, as many as one call should carry."""
         assert tier.runner is not None, "a tier that is on has a runner"
         form = queue[0][1]
         most = max(1, self._limits.store_call_bytes_max // max(1, form.payload_bytes))
         most = min(most, tier.runner.batch_max)
-        names: list[bytes] = []
+        names: dict[bytes, Whose] = {}
         while queue and len(names) < most and queue[0][1] == form:
-            names.append(queue.popleft()[0])
-        return list(dict.fromkeys(names)), form
+            name, _, whose = queue.popleft()
+            names[name] = whose
+        return names, form
 
 
 def split(keys: Keys) -> list[bytes]:
@@ -131,13 +135,17 @@ def split(keys: Keys) -> list[bytes]:
 
 
 def items_of(
-    pool: HostTier, keys: Keys, entries: NDArray[np.uint32], form: Form, *, crcs: bool
+    pool: HostTier,
+    keys: Keys,
+    entries: NDArray[np.uint32],
+    form: Form,
+    put: Mapping[bytes, Whose] | None = None,
 ) -> list[Item]:
-    """Return entries as items of a call; with ``crcs`` only those whose checksums are known."""
+    """Return entries as items of a call; of a ``put`` only those whose checksums are known."""
     addresses = (pool.payload_offsets(entries) + np.uint64(pool.address)).tolist()
     seeds = pool.seeds(entries).tolist()
     names, room_bytes = split(keys), pool.room_bytes(form.payload_bytes)
-    if not crcs:
+    if put is None:
         return [
             Item(name, seed, address, form, room_bytes=room_bytes)
             for name, seed, address in zip(names, seeds, addresses, strict=True)
@@ -146,6 +154,6 @@ def items_of(
     known = np.logical_and.reduce([stored for _, stored in columns])
     rows = np.stack([values for values, _ in columns], axis=1).tolist()
     return [
-        Item(names[i], seeds[i], addresses[i], form, tuple(rows[i]), room_bytes)
+        Item(names[i], seeds[i], addresses[i], form, tuple(rows[i]), room_bytes, put[names[i]])
         for i in np.flatnonzero(known)
     ]

@@ -26,6 +26,7 @@ from kvferry_sidecar.stages.extents import rank_extents
 from kvferry_sidecar.stages.hits import keys_of, stored_hit
 from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape, form_of
+from kvferry_sidecar.tiers.store import Whose
 
 _NO_KEYS: Keys = np.empty((0, KEY_BYTES), np.uint8)
 
@@ -179,10 +180,12 @@ class LoadWork:
             )
             tokens = self._job.total_tokens - self._job.local_tokens
             self._core.breaker.loaded(run.session.key, tokens, seconds)
+            namespace = self._core.namespace_of(run.session, self._job.version) or b""
             for load in self._groups:
                 if len(load.keys):
                     used = np.ascontiguousarray(load.keys)
-                    self._core.behind.reused(used, form_of(load.shape.stripe))
+                    whose = Whose(namespace, load.shape.group)
+                    self._core.behind.reused(used, form_of(load.shape.stripe), whose)
 
     def _corrupt(self, bad: list[tuple[int, int]]) -> End:
         """Doom what was read from the first chunk whose bytes differ; before it all is good.

@@ -7,25 +7,29 @@ again from the place that the answer names. Between two pages objects come and g
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry_sidecar.errors import RequestError
 from kvferry_sidecar.sessions.admissions import Keys
 from kvferry_sidecar.stages.behind import split
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.stores import StoreDesk
 from kvferry_sidecar.tiers.host import Entries, Pin, Scan
-from kvferry_sidecar.tiers.runner import CallResult, Drop
+from kvferry_sidecar.tiers.runner import CallResult, Drop, List
+from kvferry_sidecar.tiers.store import Listed
 
 expiry_step_s = 0.1  # between two pages that are looked at for objects past their time
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,32}$")]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 PinName = Literal["none", "soft", "hard"]
-Tiers = Literal["host", "slower", "all"]
+Tiers = Literal["host", "disk", "slower", "all"]
 _PINS: tuple[PinName, ...] = ("none", "soft", "hard")  # by Pin
 
 
@@ -56,7 +60,7 @@ class NamespaceView(msgspec.Struct, frozen=True):
 
 
 class ObjectView(msgspec.Struct, frozen=True):
-    """One object of the pool; ``bytes`` with what its slot rounds up to."""
+    """One object of the pool, ``bytes`` with what its slot rounds up to; or of a disk."""
 
     key: str
     namespace: str
@@ -71,6 +75,13 @@ class ObjectsPage(msgspec.Struct, frozen=True):
 
     objects: list[ObjectView]
     next: int | None
+
+
+class DiskPage(msgspec.Struct, frozen=True):
+    """Objects of one page of a disk; ``next``: the key to go on behind, None at the end."""
+
+    objects: list[ObjectView]
+    next: str | None
 
 
 class Changed(msgspec.Struct, frozen=True):
@@ -137,6 +148,35 @@ class Objects:
         ]
         return ObjectsPage(views, next_place)
 
+    def on_disk(
+        self, name: str, after: bytes, most: int, now_s: float
+    ) -> Future[tuple[Listed, ...]]:
+        """Ask a disk for its objects behind the key ``after``. Raises RequestError.
+
+        So does the future, which ends when the disk has answered.
+        """
+        tier = next((one for one in self._desk.tiers if one.name == name), None)
+        if tier is None or tier.source != "disk":
+            raise RequestError(
+                f"{name!r} is no disk of this sidecar",
+                "see `kvferry objects count`; what remote stores hold is only counted",
+            )
+        if not tier.on:
+            raise RequestError(f"{name} is {tier.state}: {tier.reason}", "mend it, or wait")
+        asked: Future[tuple[Listed, ...]] = Future()
+
+        def done(result: CallResult, _now_s: float) -> None:
+            if not asked.set_running_or_notify_cancel():
+                return  # whoever asked has given up
+            if result.error or not result.started:
+                text = f"{name} did not answer: {result.error or tier.reason}"
+                asked.set_exception(RequestError(text, "see its state in `kvferry status`"))
+            else:
+                asked.set_result(result.listed)
+
+        self._desk.send(tier, List(after, most), now_s, done)
+        return asked
+
     # --- actions ------------------------------------------------------------------------------
 
     def pin(self, wanted: Filter, pin: PinName, first: int, *, dry_run: bool) -> Changed:
@@ -159,7 +199,7 @@ class Objects:
     def drop(
         self, wanted: Filter, tiers: Tiers, first: int, now_s: float, *, dry_run: bool
     ) -> Changed:
-        """Forget what fits on one page: in the pool, in the slower tiers, or in both.
+        """Forget what fits on one page: in the pool, on the disks, in all slower tiers, or in all.
 
         Explicit keys are forgotten by slower tiers whether the pool has them or not.
         """
@@ -168,8 +208,9 @@ class Objects:
         if not dry_run:
             if tiers != "host" and (first == 0 or not wanted.keys):
                 named = [bytes.fromhex(key) for key in wanted.keys]
-                self._drop_below(named or split(scan.keys[rows]), now_s)
-            if tiers != "slower":
+                keys = named or split(scan.keys[rows])
+                self._drop_below(keys, now_s, disks_only=tiers == "disk")
+            if tiers in ("host", "all"):
                 self._drop(scan.entries[rows], scan.keys[rows])
         return _changed(scan, rows, 0)
 
@@ -231,15 +272,33 @@ class Objects:
             self._core.pool.doom(np.ascontiguousarray(entries))
             self._core.announcer.left(keys.tobytes())
 
-    def _drop_below(self, keys: list[bytes], now_s: float) -> None:
+    def _drop_below(self, keys: list[bytes], now_s: float, *, disks_only: bool = False) -> None:
         """Have the slower tiers forget these keys; one that cannot be called keeps them."""
 
         def done(_result: CallResult, _now_s: float) -> None:
             """Nobody waits for it."""
 
         for tier in self._desk.tiers if keys else ():
-            if tier.on:
+            if tier.on and (tier.source == "disk" or not disks_only):
                 self._desk.send(tier, Drop(tuple(keys)), now_s, done)
+
+
+def disk_page(found: Sequence[Listed], wanted: Filter, most: int, wall_s: float) -> DiskPage:
+    """Return those objects that fit of a page that was asked for ``most``. Raises RequestError."""
+    if wanted.pin is not None or wanted.keys:
+        raise RequestError("a disk has no pins, and a list cannot be listed", "leave them out")
+    views = []
+    for one in found:
+        age_s = max(0, int(wall_s) - one.stored_s)
+        namespace = one.whose.namespace.hex()
+        young = not wanted.younger_s or age_s < wanted.younger_s
+        if namespace.startswith(wanted.namespace) and age_s >= wanted.older_s and young:
+            views.append(
+                ObjectView(
+                    one.key.hex(), namespace, one.whose.group, age_s, one.payload_bytes, "none"
+                )
+            )
+    return DiskPage(views, found[-1].key.hex() if len(found) == most else None)
 
 
 def _changed(scan: Scan, rows: NDArray[np.int64], refused: int) -> Changed:

@@ -26,6 +26,7 @@ from kvferry_sidecar.stages.parts import End, JobRun, Part, PlannedCopy
 from kvferry_sidecar.stages.save_plan import GroupPlan, form_fault, plan_group
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape, form_of
 from kvferry_sidecar.tiers.host import Owner
+from kvferry_sidecar.tiers.store import Whose
 
 Number = TypeVar("Number", np.int32, np.uint32, np.uint64)
 _DONE = End(JobStatusName.DONE, Reason.NONE)
@@ -106,9 +107,15 @@ class SaveWork:
     fence_offset = DONE_STEP_OFFSET
 
     def __init__(
-        self, core: Core, shape: SessionShape, groups: list[_GroupSave], prefixes: list[Keys]
+        self,
+        core: Core,
+        shape: SessionShape,
+        groups: list[_GroupSave],
+        prefixes: list[Keys],
+        namespace: bytes,
     ) -> None:
         self._core = core
+        self._namespace = namespace
         self._shape = shape
         self.shadow: _Shadow | None = None
         self.told_hashes = b""  # the job's, of an engine that publishes KV events
@@ -172,7 +179,8 @@ class SaveWork:
         core = self._core
         core.pool.commit(save.entries)
         if core.behind.wanted:
-            core.behind.entered(save.keys, form_of(save.shape.stripe))
+            whose = Whose(self._namespace, save.shape.group)
+            core.behind.entered(save.keys, form_of(save.shape.stripe), whose)
         core.residence.entered(save.keys, now_s)
 
     def _count_stored(self) -> None:
@@ -238,7 +246,7 @@ def _reserve_all(
             for save in taken:
                 core.pool.abort(save.entries)
             return Decline(Reason.STRIPE_BYTES, f"group {plan.shape.group}: {error}")
-    return SaveWork(core, shape, taken, prefixes)
+    return SaveWork(core, shape, taken, prefixes, owner.namespace)
 
 
 def _reserve(core: Core, plan: GroupPlan, owner: Owner) -> _GroupSave:

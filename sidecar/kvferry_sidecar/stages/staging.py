@@ -31,7 +31,7 @@ from kvferry_sidecar.stages.shape import SessionShape, form_of
 from kvferry_sidecar.stages.stores import StoreDesk, Tier, publish
 from kvferry_sidecar.tiers.host import NOBODY
 from kvferry_sidecar.tiers.runner import CallResult, Find, Get
-from kvferry_sidecar.tiers.store import Form, Item
+from kvferry_sidecar.tiers.store import Form, Item, Whose
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class _Part:
     """Reserved slots of one group in one fetch."""
 
     form: Form
+    whose: Whose
     keys: Keys
     entries: NDArray[np.uint32]
 
@@ -269,12 +270,13 @@ class Staging:
             for at in (Chunk(index, chunks[i]) for i in set(range(len(chunks))) - set(won)):
                 self._wait_for_other(look, at)
             if won:
-                part = _Part(form, keys[won], taken.entries)
+                whose = Whose(owner.namespace, group.group)
+                part = _Part(form, whose, keys[won], taken.entries)
                 for i, name in zip(won, split(part.keys), strict=True):
                     look.open.add(name)
                     self._fetching[name] = [(look, Chunk(index, chunks[i]))]
                 parts.append(part)
-                items += items_of(self._core.pool, part.keys, part.entries, form, crcs=False)
+                items += items_of(self._core.pool, part.keys, part.entries, form)
         return parts, items
 
     def _wait_for_other(self, look: Look, at: Chunk) -> None:
@@ -305,7 +307,7 @@ class Staging:
             tier.counts["get_missed"] += int((~good).sum()) if result.started else 0
             self._wake(part, good, tier, woken)
             if tier.source == "external":
-                self._core.behind.entered(part.keys[good], part.form, tier)
+                self._core.behind.entered(part.keys[good], part.form, part.whose, tier)
         for one in woken.values():
             # Without an ask nothing is kept: planning anew could fetch the same for ever.
             if one.ask is not None:

@@ -18,7 +18,7 @@ from kvferry_sidecar.stages.behind import items_of
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.stores import StoreDesk, Tier, publish
 from kvferry_sidecar.tiers.runner import CallResult, Find, Get
-from kvferry_sidecar.tiers.store import Form
+from kvferry_sidecar.tiers.store import Form, Whose
 
 
 class Wanted(NamedTuple):
@@ -175,10 +175,11 @@ class Warmer:
             tier.counts["get_objects"] += int(good.sum())
             tier.counts["get_bytes"] += int(good.sum()) * form.payload_bytes
             if tier.source == "external":
-                self._core.behind.entered(keys[good], form, tier)
+                whose = Whose(batch.namespace, batch.group)
+                self._core.behind.entered(keys[good], form, whose, tier)
             self._go_on(later_s)
 
-        items = items_of(pool, keys, entries, form, crcs=False)
+        items = items_of(pool, keys, entries, form)
         batch.fetching = len(items)
         self._desk.send(tier, Get(tuple(items)), now_s, done)
 

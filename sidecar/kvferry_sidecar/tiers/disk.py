@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -21,7 +22,8 @@ from structlog.typing import FilteringBoundLogger as Log
 from kvferry_sidecar import locks
 from kvferry_sidecar.tiers.disk_files import BLOCK_BYTES, DataFile
 from kvferry_sidecar.tiers.disk_index import DAMAGED, DiskIndex, Place, Row
-from kvferry_sidecar.tiers.store import Item, Source, StoreError
+from kvferry_sidecar.tiers.store import Item, Listed, Source, StoreError
+from kvferry_sidecar.tiers.value import payload_bytes_of
 
 FOLDER = "kvferry"  # within the configured path
 REGIONS_MIN = 8
@@ -95,6 +97,14 @@ class DiskStore:
         with _told_later():
             self._index.remove(keys)
 
+    def listed(self, after: bytes, most: int) -> list[Listed]:
+        """See Lists."""
+        with _told_later():
+            return [
+                Listed(key, row.whose, row.stored_s, payload_bytes_of(row.header))
+                for key, row in self._index.rows_after(after, most)
+            ]
+
     def facts(self) -> dict[str, str | int]:
         """See Store."""
         sector = self._file.sector_bytes
@@ -131,8 +141,9 @@ class DiskStore:
     def _commit(
         self, items: Sequence[Item], places: Sequence[Place | None], headers: Sequence[bytes]
     ) -> None:
+        now_s = int(time.time())
         rows = [
-            (item.key, Row(place, header))
+            (item.key, Row(place, header, item.whose, now_s))
             for item, place, header in zip(items, places, headers, strict=True)
             if place is not None
         ]

@@ -24,9 +24,12 @@ from typing import NamedTuple
 import lmdb
 
 from kvferry_sidecar.tiers.disk_files import BLOCK_BYTES
+from kvferry_sidecar.tiers.store import NOBODYS, Whose
 
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2  # 1: rows without whose and since when
 _PLACE = struct.Struct(">II")  # region, block within it: sorts by region
+_WHOSE = struct.Struct(">16sII")  # namespace, group, seconds since 1970
+_HEADER_AT = _PLACE.size + _WHOSE.size  # in a row
 _REGION = struct.Struct(">I")
 _AGE = struct.Struct(">Q")
 _FORM = struct.Struct(">III")  # format, blocks per region, regions
@@ -45,10 +48,12 @@ class Place(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One object: its place, and its header as stored."""
+    """One object: its place, its header as stored, and whose it is since when."""
 
     place: Place
     header: bytes
+    whose: Whose = NOBODYS
+    stored_s: int = 0
 
 
 def read_through(path: Path, count: int) -> None:
@@ -140,7 +145,22 @@ class DiskIndex:
                 self._pins[place.region] += 1
                 self._age += 1
                 self._ages[place.region] = self._age
-                found.append(Row(place, raw[_PLACE.size :]))
+                found.append(Row(place, raw[_HEADER_AT:]))
+        return found
+
+    def rows_after(self, after: bytes, most: int) -> list[tuple[bytes, Row]]:
+        """Return up to ``most`` keys and their rows, in the order of keys, behind ``after``."""
+        found: list[tuple[bytes, Row]] = []
+        with self._env.begin(db=self._objects) as txn:
+            cursor = txn.cursor()
+            more = cursor.set_range(after + b"\0")
+            while more and len(found) < most:
+                key, raw = cursor.item()
+                namespace, group, stored_s = _WHOSE.unpack_from(raw, _PLACE.size)
+                whose = Whose(namespace if any(namespace) else b"", group)
+                place = Place(*_PLACE.unpack_from(raw))
+                found.append((key, Row(place, raw[_HEADER_AT:], whose, stored_s)))
+                more = cursor.next()
         return found
 
     def unpin(self, places: Iterable[Place]) -> None:
@@ -173,7 +193,8 @@ class DiskIndex:
         with self._env.begin(write=True) as txn:
             for key, row in rows:
                 place = _PLACE.pack(*row.place)
-                txn.put(key, place + row.header, db=self._objects)
+                whose = _WHOSE.pack(*row.whose, row.stored_s)
+                txn.put(key, place + whose + row.header, db=self._objects)
                 txn.put(place, key, db=self._places)
             for region in {row.place.region for _, row in rows}:
                 age = _AGE.pack(max(1, self._ages[region]))

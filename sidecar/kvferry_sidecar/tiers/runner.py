@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry_sidecar.tiers import value
-from kvferry_sidecar.tiers.store import Item, Source, Store, StoreError
+from kvferry_sidecar.tiers.store import Item, Listed, Lists, Source, Store, StoreError
 
 Crcs = tuple[int, ...]
 
@@ -52,7 +52,15 @@ class Drop:
     keys: tuple[bytes, ...]
 
 
-Call = Find | Get | Put | Drop
+@dataclass(frozen=True, slots=True)
+class List:
+    """Name up to ``most`` objects behind the key ``after``: of a store that can."""
+
+    after: bytes
+    most: int
+
+
+Call = Find | Get | Put | Drop | List
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ class CallResult:
     """A call that has returned, or was taken back (``started`` is False).
 
     ``found``: per list of a Find; ``crcs``: per item of a Get, None for a miss; ``stored``: per
-    item of a Put. They are empty after an ``error``.
+    item of a Put; ``listed``: of a List. They are empty after an ``error``.
     """
 
     ticket: int
@@ -72,6 +80,7 @@ class CallResult:
     crcs: tuple[Crcs | None, ...] = ()
     stored: tuple[bool, ...] = ()
     damaged: int = 0  # items whose bytes did not verify
+    listed: tuple[Listed, ...] = ()
 
 
 class SlowTier(Protocol):
@@ -201,6 +210,7 @@ class StoreRunner:
         found: tuple[tuple[bool, ...], ...] = ()
         crcs: tuple[Crcs | None, ...] = ()
         stored: tuple[bool, ...] = ()
+        listed: tuple[Listed, ...] = ()
         damaged = 0
         try:
             match call:
@@ -212,12 +222,14 @@ class StoreRunner:
                     stored = self._put(call.items)
                 case Drop():
                     self._store.remove(call.keys)
+                case List() if isinstance(self._store, Lists):
+                    listed = tuple(self._store.listed(call.after, call.most))
         except StoreError as failure:
             error, final = str(failure), failure.final
         except Exception as failure:  # noqa: BLE001 - a bug of one store must not end its threads
             error = f"{type(failure).__name__}: {failure}"
         seconds = time.monotonic() - started_s
-        return CallResult(ticket, True, seconds, error, final, found, crcs, stored, damaged=damaged)
+        return CallResult(ticket, True, seconds, error, final, found, crcs, stored, damaged, listed)
 
     def _find(self, keys: Sequence[bytes], stop: bool) -> tuple[bool, ...]:
         """Ask in slices: a prefix that is not there costs one slice, not all its keys."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 Source = Literal["disk", "external"]  # as vLLM names where a hit came from
 
@@ -26,6 +26,25 @@ class Form:
         return sum(self.shard_bytes)
 
 
+class Whose(NamedTuple):
+    """Whose object it is: the namespace (16 bytes; empty: nobody's) and the cache group."""
+
+    namespace: bytes
+    group: int
+
+
+NOBODYS = Whose(b"", 0)
+
+
+class Listed(NamedTuple):
+    """An object that a store can name. ``stored_s``: seconds since 1970."""
+
+    key: bytes
+    whose: Whose
+    stored_s: int
+    payload_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One object and the place of its payload in this process.
@@ -40,6 +59,7 @@ class Item:
     form: Form
     crcs: tuple[int, ...] = ()  # per shard: what a put stores
     room_bytes: int = 0
+    whose: Whose = NOBODYS  # of a put
 
     def payload(self) -> memoryview:
         """Return the payload's bytes, writable."""
@@ -94,6 +114,14 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of everything; no call is in flight."""
+
+
+@runtime_checkable
+class Lists(Protocol):
+    """A store that can name what it holds, page by page. Remote ones have no order for that."""
+
+    def listed(self, after: bytes, most: int) -> list[Listed]:
+        """Return up to ``most`` objects behind the key ``after`` (b"": all), in the keys' order."""
 
 
 def memory_at(address: int, count: int) -> memoryview:

@@ -42,6 +42,11 @@ def unpack(header: bytes, key: bytes, form: Form) -> tuple[int, ...] | None:
     return _CRCS[len(form.shard_bytes)].unpack_from(header, _FRONT.size)
 
 
+def payload_bytes_of(header: bytes) -> int:
+    """Return the payload bytes that a header tells, of whatever key and form."""
+    return int(_FRONT.unpack_from(header)[-1])
+
+
 def _front(key: bytes, form: Form) -> bytes:
     return _FRONT.pack(_MAGIC, VALUE_FORMAT, len(form.shard_bytes), key, form.payload_bytes)
 

@@ -259,7 +259,7 @@ def test_a_prompt_hits_inside_a_block(monkeypatch):
     probe(bed, engine, 1, 1, 215)
     assert hit(bed, engine, 1, 215) == 208
     used = []
-    monkeypatch.setattr(bed.pipeline._core.behind, "reused", lambda keys, _form: used.append(keys))
+    monkeypatch.setattr(bed.pipeline._core.behind, "reused", lambda keys, *_: used.append(keys))
     assert load(bed, engine, 1, 208)[0].status == "done"
     assert_loaded(engine, 1, 208)
     assert [len(keys) for keys in used] == [4, 1], "three chunks and a tail, and a state"

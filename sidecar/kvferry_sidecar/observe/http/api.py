@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import heapq
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +23,7 @@ from kvferry_sidecar.observe.http.guard import fault
 from kvferry_sidecar.observe.http.window import UnavailableError, Window
 from kvferry_sidecar.outcomes.ledger import STAGES
 from kvferry_sidecar.outcomes.records import Record
-from kvferry_sidecar.stages.objects import Filter
+from kvferry_sidecar.stages.objects import Filter, disk_page
 
 PREFIX = "/api/v1"
 listed_max = 500  # requests of one answer
@@ -34,6 +35,8 @@ explained_max = 20  # admissions of one request that are told
 body_bytes_max = 64 << 10
 stream_s = 1.0  # between two events of the stream
 streams_max = 32  # of one socket: each asks the control loop every second
+_PAGING = ("tier", "first", "after", "limit")  # parameters beside a filter's
+_KEY = re.compile(r"([0-9a-f]{32})?")
 Handler = Callable[[Request], Awaitable[Any]]
 
 
@@ -130,11 +133,26 @@ class Api:
         return await self._window.ask(lambda desk, _now_s: desk.warming())
 
     async def objects(self, request: Request) -> object:
-        """Objects of one page of the pool: go on with ``first=next`` until that is null."""
+        """Objects of one page of the pool: go on with ``first=next`` until that is null.
+
+        With ``tier=`` the name of a disk: of it; go on with ``after=next``.
+        """
         most = _number(request, "limit", 100, objects_listed_max)
+        if tier := request.query_params.get("tier"):
+            return await self._on_disk(request, tier, most)
         first = _number(request, "first", 0, (1 << 31) - 1, least=0)
         wanted = _filter(request)
         return await self._window.ask(lambda desk, _now_s: desk.objects(wanted, first, most))
+
+    async def _on_disk(self, request: Request, tier: str, most: int) -> object:
+        text = request.query_params.get("after", "")
+        if not _KEY.fullmatch(text):
+            raise RequestError(f"after={text!r} is no key", "give the last page's next")
+        wanted, after = _filter(request), bytes.fromhex(text)
+        found = await self._window.ask_later(
+            lambda desk, now_s: desk.on_disk(tier, after, most, now_s)
+        )
+        return disk_page(found, wanted, most, time.time())
 
     async def groups(self, request: Request) -> object:
         """The geometry of an engine, and which chunks a hit of ``tokens`` needs."""
@@ -304,12 +322,12 @@ def _number(request: Request, name: str, default: int, most: int, least: int = 1
 
 
 def _filter(request: Request) -> Filter:
-    given = {k: v for k, v in request.query_params.items() if k not in ("first", "limit")}
+    given = {k: v for k, v in request.query_params.items() if k not in _PAGING}
     try:
         return msgspec.convert(given, Filter, strict=False)
     except msgspec.ValidationError as error:
         names = ", ".join(Filter.__struct_fields__)
-        raise RequestError(f"objects: {error}", f"give {names}, first or limit") from error
+        raise RequestError(f"objects: {error}", f"give {names}, {', '.join(_PAGING)}") from error
 
 
 async def _body(request: Request) -> bytes:

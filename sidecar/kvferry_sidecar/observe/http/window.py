@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from kvferry_sidecar.observe.mailbox import BusyError, Mailbox
@@ -15,6 +16,7 @@ from kvferry_sidecar.outcomes.records import Hot, Record
 from kvferry_sidecar.stages.objects import Filter, NamespaceView, ObjectsPage
 from kvferry_sidecar.stages.views import GroupView, JobView, LeaseView
 from kvferry_sidecar.stages.warm import WarmReading
+from kvferry_sidecar.tiers.store import Listed
 
 T = TypeVar("T")
 answer_s_max = 2.0  # how long a question may take
@@ -49,6 +51,11 @@ class Desk(Protocol):
 
     def objects(self, wanted: Filter, first: int, most: int) -> ObjectsPage:
         """Return objects of one page of the pool (loop's thread)."""
+
+    def on_disk(
+        self, name: str, after: bytes, most: int, now_s: float
+    ) -> Future[tuple[Listed, ...]]:
+        """Ask a disk for objects behind the key ``after`` (loop's thread)."""
 
     def act(self, name: str, body: bytes, now_s: float) -> dict[str, object]:
         """Carry out one action."""
@@ -106,6 +113,16 @@ class Window:
             if task is not None and task.cancelling():
                 raise  # whoever asked has left; else the mailbox was closed
             raise UnavailableError("the sidecar is ending") from None
+
+    async def ask_later(
+        self, question: Callable[[Desk, float], Future[T]], seconds: float = answer_s_max
+    ) -> T:
+        """Ask the loop for what a thread of a tier answers. Raises as ``ask``."""
+        future = await self.ask(question, seconds)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+        except TimeoutError:
+            raise UnavailableError(f"the tier did not answer in {seconds:g} s") from None
 
     async def reading(self) -> Reading:
         """Return a reading of everything."""
