@@ -21,12 +21,19 @@ def need_mooncake() -> str:
 
 
 class MooncakeMaster(ServerProcess):
-    """One port of 127.0.0.1 (or of ``host``)."""
+    """One port of 127.0.0.1 (or of ``host``), and further options of the master's."""
 
-    def __init__(self, folder: Path, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        host: str = "127.0.0.1",
+        prefix: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
+    ) -> None:
         super().__init__()
         self._program = need_mooncake()
         self._log = folder / "master.log"
+        self._options = options
         self._prefix = prefix  # to run it in a network namespace
         self.host = host
         self.url = f"mooncake://{host}:{self.port}"
@@ -39,6 +46,7 @@ class MooncakeMaster(ServerProcess):
                     *(*self._prefix, self._program, "-rpc_address", self.host),
                     *("-rpc_port", str(self.port), "-metrics_host", "127.0.0.1"),
                     *("-metrics_port", str(free_port())),
+                    *self._options,
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,

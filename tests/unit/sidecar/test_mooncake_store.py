@@ -1,4 +1,4 @@
-"""The Mooncake store over a real master: whether there are as many replicas as were asked for."""
+"""The Mooncake store over a real master: replicas that are missing, leases that run out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry_sidecar.tiers.store import Memory as Pool
 from kvferry_sidecar.tiers.store import Store
 from support.mooncake_master import MooncakeMaster
 from support.server import serving
-from support.store_rigs import Memory, put, remote_config
+from support.store_rigs import Memory, get, put, remote_config, verify_memory
 
 SEGMENT_BYTES = 32 << 20
 
@@ -33,3 +33,21 @@ def test_objects_with_fewer_replicas_than_asked_for_are_counted(tmp_path: Path) 
         with opened(master, memory):  # a second segment
             assert put(store, items[5:]) == [True] * 3
             assert store.facts()["objects_short_of_replicas"] == 5
+
+
+def test_a_read_that_outlasts_its_lease_is_a_miss(tmp_path: Path) -> None:
+    """After the lease the room may be another object's; the library looks, and so do checksums."""
+    options = ("-default_kv_lease_ttl", "0")
+    with (
+        serving(MooncakeMaster(tmp_path, options=options)) as master,
+        closing(Memory()) as memory,
+        opened(master, memory) as store,
+    ):
+        items = [memory.item(number, 128 << 10, content=b"x") for number in range(16)]
+        assert all(put(store, items))
+        wanted = [memory.item(number, 128 << 10) for number in range(16)]
+        rounds = [get(store, wanted) for _ in range(8)]
+        assert any(not all(found) for found in rounds)
+        hits = [item for found in rounds for item, hit in zip(wanted, found, strict=True) if hit]
+        assert all(verify_memory(item) for item in hits)
+        assert all(store.exists([item.key for item in items])), "they are there all the time"

@@ -8,6 +8,8 @@ What the library does, and what is done about it here:
 * Other calls take seconds when the master is away (4 s) or hangs (30 s), without the GIL: the
   pipeline abandons them and tries again.
 * ``exists`` stays true for about 10 s after an object's owner died; the get then misses.
+* It leases what a get reads (10 s by the master's default), and says when that was not enough:
+  a miss. Nothing of ours is asked for beyond it: every payload is verified once it is here.
 * Fewer replicas than asked for are stored without an error: they are counted here.
 * A device that does not exist is looked for 22 s; here it is refused by name, before.
 * Each further piece of an object costs as much as a transfer of its own (130 us over TCP): so the
