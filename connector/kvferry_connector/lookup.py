@@ -95,18 +95,33 @@ class Lookup:
             self.settle(admission)
         return decision, link
 
-    def settle(self, admission: Admission) -> None:
+    def settle(self, admission: Admission, heir: Admission | None = None) -> None:
         """Nothing is open about this admission any more: the sidecar may forget it.
 
+        With an ``heir``, the request's next one, it may once that has probed or is settled itself.
         A request that runs without a lease is not settled before it ends: by its keys the sidecar
         knows which stored prefix is in use, and keeps its head as long as what is saved behind it.
         """
+        self._take_former(admission)
         if self._open.pop(admission.number, None) is not None and admission.epoch:
-            self._releases.append(admission.number)
-            self.stirred = True
+            if heir is not None and heir.version == admission.version:
+                heir.former = admission
+            else:
+                self._release(admission.number)
         if self.nodes is not None:
             self.nodes.forget(admission.number)
         self.unlease(admission)
+
+    def _take_former(self, admission: Admission) -> Admission | None:
+        """Return what a probe may leave out, once: after a gap everything is sent."""
+        former, admission.former = admission.former, None
+        if former is not None:
+            self._release(former.number)
+        return former
+
+    def _release(self, admission: int) -> None:
+        self._releases.append(admission)  # goes out as the step ends, behind its probes
+        self.stirred = True
 
     def unlease(self, admission: Admission) -> None:
         """Its lease, if there was one, has ended with its load."""
@@ -158,17 +173,21 @@ class Lookup:
         return False
 
     def _probe(self, tracked: Tracked, link: Link) -> bool:
-        """Send all hashes of the request."""
+        """Send the hashes of the request: only those behind what its former admission sent."""
         request, admission = tracked.request, tracked.admission
-        hashes = request.block_hashes
+        hashes, former = request.block_hashes, self._take_former(admission)
+        start = former.hashes if former is not None and former.epoch == link.epoch else 0
+        start = start if start <= len(hashes) else 0  # streamed input may have cut them
         message = hot.Probe(
             request=request.request_id, admission=admission.number, version=admission.version,
-            start=0, total=len(hashes), num_tokens=request.num_tokens, predecessor=b"",
-            hash_bytes=len(hashes[0]), trace=(request.trace_headers or {}).get("traceparent", ""),
+            start=start, total=len(hashes), num_tokens=request.num_tokens,
+            predecessor=hashes[start - 1] if start else b"", hash_bytes=len(hashes[0]),
+            trace=(request.trace_headers or {}).get("traceparent", ""),
+            former=0 if former is None else former.number,
         )  # fmt: skip
-        if not self._send(link, message, (b"".join(hashes),)):
+        if not self._send(link, message, (b"".join(hashes[start:]),)):
             return False
-        admission.probed(link.epoch)
+        admission.probed(link.epoch, len(hashes))
         return True
 
     def _send_ask(

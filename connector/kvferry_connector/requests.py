@@ -40,7 +40,7 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send an Ask first, after a probe of all hashes when ``probe``; then decide again."""
+    """Send an Ask first, after a probe when ``probe``; then decide again."""
 
     probe: bool
 
@@ -54,7 +54,8 @@ class Admission:
     """One admission of one request. Token counts are prefixes from token 0.
 
     ``version`` is the namespace version it is stamped with; ``epoch`` the sidecar's that knows
-    its hashes (0: none does). ``hit_tokens`` is what the last answer leased when it is more than
+    its first ``hashes`` (0: none does); ``former``: the one before, whose hashes its
+    probe may leave out. ``hit_tokens`` is what the last answer leased when it is more than
     ``local_tokens``; ``stored_tokens`` how far the store is known to hold this prefix.
     ``failures``: loads of the request that failed; ``shorter_tokens``: what the last one left
     whole; ``bound_tokens``: no hit may be longer; ``steps_back``: it must be asked later once.
@@ -63,6 +64,8 @@ class Admission:
     number: int
     version: bytes
     epoch: int = 0
+    hashes: int = 0
+    former: Admission | None = None
     phase: Phase = Phase.PROBED
     seq: int = 0
     local_tokens: int = 0
@@ -116,9 +119,9 @@ class Admission:
                 return 0
         return Send(probe=self.epoch == 0)
 
-    def probed(self, epoch: int) -> None:
-        """All hashes went to the sidecar of ``epoch``."""
-        self.epoch = epoch
+    def probed(self, epoch: int, hashes: int) -> None:
+        """The first ``hashes`` are with the sidecar of ``epoch``."""
+        self.epoch, self.hashes = epoch, hashes
 
     def asked(self, now_s: float, seq: int, local_tokens: int) -> None:
         """Ask ``seq`` went out."""

@@ -205,10 +205,11 @@ class SchedulerHalf:
 
     def _renew(self, tracked: Tracked) -> None:
         """The request holds no KV (new, preempted, or not started under this version)."""
-        self._lookup.settle(tracked.admission)
+        former = tracked.admission
         self._saver.drop(tracked)
         self._admissions += 1
-        tracked.admission = tracked.admission.succeed(self._admissions, self._version)
+        tracked.admission = former.succeed(self._admissions, self._version)
+        self._lookup.settle(former, tracked.admission)
         tracked.preemptions = tracked.request.num_preemptions
         tracked.saved_tokens, tracked.groups = 0, ()
         self._lookup.begin(tracked)

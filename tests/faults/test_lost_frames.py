@@ -146,9 +146,9 @@ def test_a_lost_first_probe_is_a_gap_and_then_the_right_hit(
     engine.put("gap", (1, 2, 3, 4))
     before = pipeline(sidecar)["need_full"]
     kit.rules("drop Probe times=1")
-    admission = engine.next_admission()
-    engine.probe(admission, "gap", 2)
-    engine.probe(admission, "gap", 4, start=2)  # continues what never arrived
+    former, admission = engine.next_admission(), engine.next_admission()
+    engine.probe(former, "gap", 2)
+    engine.probe(admission, "gap", 4, start=2, former=former)  # continues what never arrived
     assert engine.scheduler.receive(NeedFull).admission == admission
     assert kit.view().fired == 1
     assert pipeline(sidecar)["need_full"] == before + 1

@@ -128,8 +128,10 @@ class HotEngine:
 
     # --- lookups -----------------------------------------------------------------------------
 
-    def probe(self, admission: int, prompt: str, total: int, start: int = 0) -> None:
-        """Send the hashes ``[start, total)`` of a prompt."""
+    def probe(
+        self, admission: int, prompt: str, total: int, start: int = 0, former: int = 0
+    ) -> None:
+        """Send the hashes ``[start, total)`` of a prompt, those before as admission ``former``."""
         known = hashes(prompt, total)
         message = Probe(
             request=prompt[:64],
@@ -141,6 +143,7 @@ class HotEngine:
             hash_bytes=HASH_BYTES,
             predecessor=known[start - 1] if start else b"",
             trace=self.trace,
+            former=former,
         )
         self.scheduler.send(message, b"".join(known[start:]))
 

@@ -228,8 +228,9 @@ class Bed:
         return self._jobs
 
     def probe(
-        self, engine: Engine, admission: int, prompt: int, chunks: int, start: int = 0
-    ) -> list[FromSidecar]:
+        self, engine: Engine, admission: int, prompt: int, chunks: int, start: int = 0,
+        former: int = 0,
+    ) -> list[FromSidecar]:  # fmt: skip
         hashes = chain(prompt, chunks, start)
         before = chain(prompt, start, start - 1) if start else b""
         message = Probe(
@@ -241,6 +242,7 @@ class Bed:
             chunks * BLOCK + 1,
             HASH_BYTES,
             before,
+            former=former,
         )
         return self.say(engine.scheduler, message, [hashes])
 

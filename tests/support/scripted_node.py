@@ -187,8 +187,13 @@ class ScriptedNode:
     def _probe(self, probe: hot.Probe, raw: bytes) -> None:
         size = probe.hash_bytes
         hashes = [raw[at : at + size] for at in range(0, len(raw), size)]
+        if probe.start:
+            former = self.known.get(probe.former)
+            if former is None or former.hashes[-1:] != [probe.predecessor]:
+                self.inbox.append(hot.NeedFull(probe.admission))
+                return
+            hashes = former.hashes + hashes
         assert len(hashes) == probe.total
-        assert probe.start == 0
         self.known[probe.admission] = known = Known(probe, hashes)
         if self.hints:
             hit = self._hit(known, probe.num_tokens)

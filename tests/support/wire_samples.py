@@ -29,7 +29,7 @@ JOBS: list[hot.Job] = [
 ]
 
 FROM_HALF: list[hot.FromHalf] = [
-    hot.Probe("req-1", 3, VERSION, 0, 5, 700, 32, b"", f"00-{'ab' * 16}-{'cd' * 8}-01"),
+    hot.Probe("req-1", 3, VERSION, 0, 5, 700, 32, b"", f"00-{'ab' * 16}-{'cd' * 8}-01", 2),
     hot.Ask(admission=3, seq=1, local_tokens=128, max_tokens=640),
     hot.Release([1, 2]),
     hot.Submit(b"job-bytes"),

@@ -90,9 +90,10 @@ Job = LoadJob | SaveJob
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """Prefix hashes ``[start, total)`` of a request, raw frame [hashes].
 
-    ``predecessor`` is hash number ``start - 1`` (empty at 0): a gap or another chain is answered
-    by ``NeedFull``. ``admission`` is unique in the life of the scheduler half and grows; each
-    admission starts with ``start == 0``. ``trace`` is the request's W3C traceparent, if it has one.
+    ``admission`` is unique in the life of the scheduler half and grows. Of a request that starts
+    anew (after a preemption or a failed load) the first ``start`` hashes are all of admission
+    ``former``'s; ``predecessor`` is hash number ``start - 1`` (empty at 0). A gap or another chain
+    is answered by ``NeedFull``. ``trace`` is the request's W3C traceparent, if it has one.
     """
 
     request: str
@@ -104,6 +105,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     hash_bytes: int
     predecessor: bytes
     trace: str = ""
+    former: int = 0
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="a"):
@@ -177,7 +179,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="A"):
 
 
 class NeedFull(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """The probe does not continue what is known of this admission: send it from 0."""
+    """Nothing is known of this admission, or not what its probe continues: send it from 0."""
 
     admission: int
 

@@ -1,7 +1,7 @@
 """What is known of requests that may hit: their chunk keys, per admission of a scheduler half.
 
 Only keys are kept (16 bytes per chunk), never the hashes they were mixed from, except the last
-hash: a later probe must continue exactly there. Owned by the control loop.
+hash: a probe that continues must do so exactly there. Owned by the control loop.
 """
 
 from __future__ import annotations
@@ -99,18 +99,6 @@ class Admissions:
         self.drop(book.life, admission.number)
         book.admissions[admission.number] = admission
         self.key_bytes += admission.key_bytes()
-
-    def extend(
-        self, admission: Admission, keys: list[Keys], *, total: int, last_hash: bytes
-    ) -> None:
-        """Append the keys of a delta probe, per group."""
-        admission.keys = [
-            np.concatenate((old, new)) if len(new) else old
-            for old, new in zip(admission.keys, keys, strict=True)
-        ]
-        self.key_bytes += sum(new.nbytes for new in keys)
-        admission.total = total
-        admission.last_hash = last_hash
 
     def drop(self, life: bytes, number: int) -> None:
         """Forget one admission; its lease is not touched here."""

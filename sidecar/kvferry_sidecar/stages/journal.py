@@ -64,14 +64,10 @@ class Journal:
         """Hashes of a request came; ``declined``: they were not taken."""
         session = peer.session
         key = (session.life, probe.admission)
-        record = self._record(key) if probe.start else None
-        if record is None:
-            request = probe.request[:request_chars_max]
-            record = Record(session.key, request, probe.admission, now_s, probe.num_tokens)
-            record.trace = probe.trace[:trace_chars_max]
-            self.records.open(key, record)
-        else:
-            record.prompt_tokens = probe.num_tokens
+        request = probe.request[:request_chars_max]
+        record = Record(session.key, request, probe.admission, now_s, probe.num_tokens)
+        record.trace = probe.trace[:trace_chars_max]
+        self.records.open(key, record)
         if declined is not None:
             record.why = Why(declined)
 

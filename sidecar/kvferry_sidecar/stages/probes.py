@@ -57,7 +57,7 @@ class Probes:
         self.counters = LookupCounters()
 
     def on_probe(self, peer: Peer, probe: Probe, raw: list[bytes], now_s: float) -> None:
-        """Learn the keys of a request (or of its new hashes), then push the unleased hint."""
+        """Learn the keys of a request, those of new hashes only, then push the unleased hint."""
         self.counters.probes += 1
         fault = frame_fault(probe, raw)
         if fault is not None:
@@ -142,8 +142,8 @@ class Probes:
             return Reason.VERSION
         if probe.total > self._core.limits.hashes_max:
             return Reason.HASHES_MAX
-        known = self._core.admissions.get(session.life, probe.admission)
-        if not self._continues(session, probe, known, shape):
+        former = self._core.admissions.get(session.life, probe.former)
+        if not _continues(probe, former, shape):
             return NeedFull(probe.admission)
         keys = [
             new_keys(
@@ -156,39 +156,18 @@ class Probes:
             )
             for g in shape.stored_groups()
         ]
+        if probe.start and former is not None:
+            pairs = zip(former.keys, keys, strict=True)
+            keys = [np.concatenate((old, new)) if len(new) else old for old, new in pairs]
         last_hash = hashes[-probe.hash_bytes :] if hashes else probe.predecessor
-        kept = self._keep(peer, probe, keys, known, last_hash)
+        kept = self._keep(peer, probe, keys, last_hash)
         return kept if isinstance(kept, Reason) else (shape, kept)
 
-    def _continues(
-        self, session: Session, probe: Probe, known: Admission | None, shape: SessionShape
-    ) -> bool:
-        """Whether the probe starts an admission or continues exactly what is known of it.
-
-        After a gap the known prefix stays (it is right, only short); after another chain under
-        the same number nothing of it can be trusted, and it is dropped with its lease.
-        """
-        if probe.total * shape.hash_block_tokens > probe.num_tokens:
-            return False
-        if probe.start == 0:
-            return True
-        if known is None or known.version != probe.version or known.total != probe.start:
-            return False
-        if known.last_hash == probe.predecessor:
-            return True
-        self._core.admissions.drop(session.life, probe.admission)
-        self._core.leases.drop_unowned(LeaseKey(session.life, probe.admission))
-        return False
-
     def _keep(
-        self,
-        peer: Peer,
-        probe: Probe,
-        keys: list[Keys],
-        known: Admission | None,
-        last_hash: bytes,
+        self, peer: Peer, probe: Probe, keys: list[Keys], last_hash: bytes
     ) -> Admission | Reason:
         session, admissions = peer.session, self._core.admissions
+        known = admissions.get(session.life, probe.admission)
         book = admissions.book(session.life, session.key, peer.generation)
         bound = admissions.make_room(
             book,
@@ -198,10 +177,6 @@ class Probes:
         )
         if bound is not None:
             return Reason.ADMISSIONS_MAX if bound == "admissions" else Reason.KEY_BYTES_MAX
-        if probe.start and known is not None:
-            admissions.extend(known, keys, total=probe.total, last_hash=last_hash)
-            known.num_tokens = probe.num_tokens
-            return known
         fresh = Admission(
             probe.admission, probe.version, probe.num_tokens, probe.total, last_hash, keys
         )
@@ -387,6 +362,20 @@ class Probes:
         self.counters.missed_tokens += max(0, ask.max_tokens - reached)
         if answer.reason in (Reason.ABSENT, Reason.STAGING):
             self._core.declines[Reason(answer.reason)] += 1
+
+
+def _continues(probe: Probe, former: Admission | None, shape: SessionShape) -> bool:
+    """Whether the probe holds all hashes of a request, or all behind those of ``former``."""
+    if probe.total * shape.hash_block_tokens > probe.num_tokens:
+        return False
+    if probe.start == 0:
+        return True
+    return (
+        former is not None
+        and former.version == probe.version
+        and former.total == probe.start
+        and former.last_hash == probe.predecessor
+    )
 
 
 def _same_prefix(known: Admission, fresh: Admission) -> bool:

@@ -15,7 +15,7 @@ CAP = 192
 def asking(local: int = 0, *, now_s: float = 0.0) -> Admission:
     admission = Admission(1, bytes(16))
     assert admission.ask(now_s, local, CAP, 5, LIMITS) == Send(probe=True)
-    admission.probed(5)
+    admission.probed(5, 12)
     admission.asked(now_s, 1, local)
     return admission
 
@@ -86,7 +86,7 @@ def test_an_old_answer_is_asked_for_again_with_its_own_time() -> None:
 )
 def test_fresh_hint_of_nothing_more_answers(hint: int, age_s: float, expected: object) -> None:
     admission = Admission(1, bytes(16))
-    admission.probed(5)
+    admission.probed(5, 12)
     admission.hinted(1.0, hint, hint)
     assert admission.ask(1.0 + age_s, 32, CAP, 5, LIMITS) == expected
 
@@ -95,7 +95,7 @@ def test_new_epoch_voids_everything_and_starts_the_time_anew() -> None:
     admission = answered(128)
     assert admission.ask(0.09, 0, CAP, 6, LIMITS) == Send(probe=True)
     assert (admission.hit_tokens, admission.stored_tokens) == (0, 0)
-    admission.probed(6)
+    admission.probed(6, 12)
     admission.asked(0.09, 2, 0)
     assert admission.ask(0.15, 0, CAP, 6, LIMITS) is None
 
@@ -104,7 +104,7 @@ def test_need_full_does_not_prolong_later() -> None:
     admission = asking()
     admission.void()
     assert admission.ask(0.05, 0, CAP, 5, LIMITS) == Send(probe=True)
-    admission.probed(5)
+    admission.probed(5, 12)
     admission.asked(0.05, 2, 0)
     admission.void()
     assert admission.ask(0.1, 0, CAP, 5, LIMITS) == 0
@@ -202,7 +202,7 @@ class Lives(RuleBasedStateMachine):
             if not isinstance(decision, Send) or not sent:
                 break
             if decision.probe:
-                self.admission.probed(self.epoch)
+                self.admission.probed(self.epoch, 12)
             self.seq += 1
             self.admission.asked(self.now_s, self.seq, local)
         if isinstance(decision, Send):

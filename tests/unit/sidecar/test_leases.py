@@ -39,28 +39,49 @@ def test_hint_is_the_leading_run_and_leases_nothing(bed, engine):
     assert bed.pool.stats().leased == 0
 
 
-def test_a_delta_probe_continues_the_chain(bed, engine):
+def test_a_request_that_starts_anew_sends_only_its_new_hashes(bed, engine):
     bed.stored(engine, 1, 6)
     assert bed.probe(engine, 1, 1, 2) == [Hint(1, 2 * BLOCK, 2)]
-    assert bed.probe(engine, 1, 1, 5, start=2) == [Hint(1, 5 * BLOCK, 5)]
-    assert bed.ask(engine, 1).hit_tokens == 5 * BLOCK
-
-
-def test_a_gap_is_answered_need_full_and_the_known_prefix_stays(bed, engine):
-    stored_and_probed(bed, engine)
     bed.ask(engine, 1)
-    assert bed.probe(engine, 1, 1, 9, start=7) == [NeedFull(1)]
-    assert bed.ask(engine, 1).hit_tokens == 4 * BLOCK
-    assert bed.probe(engine, 8, 1, 9, start=7) == [NeedFull(8)]
-
-
-def test_another_chain_under_a_known_number_is_dropped_with_its_lease(bed, engine):
-    stored_and_probed(bed, engine)
-    bed.ask(engine, 1)
-    wrong = Probe("r", 1, engine.session.version, 4, 5, 99, HASH_BYTES, b"x" * HASH_BYTES)
-    assert bed.say(engine.scheduler, wrong, [chain(1, 5, 4)]) == [NeedFull(1)]
+    assert bed.probe(engine, 2, 1, 5, start=2, former=1) == [Hint(2, 5 * BLOCK, 5)]
+    assert leases(bed) == 1, "the former's"
+    bed.say(engine.scheduler, Release([1]))
     assert leases(bed) == 0
-    assert bed.say(engine.scheduler, Ask(1, 2, 0, 99)) == [NeedFull(1)]
+    assert bed.ask(engine, 2).hit_tokens == 5 * BLOCK
+    assert bed.probe(engine, 3, 1, 5, start=5, former=2) == [Hint(3, 5 * BLOCK, 5)], "none is new"
+    bed.say(engine.scheduler, Release([2]))
+    assert bed.ask(engine, 3).hit_tokens == 5 * BLOCK
+    assert bed.pipeline.check() == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"former": 0},
+        {"former": 3},
+        {"former": 9},
+        {"start": 3, "predecessor": chain(1, 3, 2)},
+        {"predecessor": b"x" * HASH_BYTES},
+        {"version": b"v" * 16},
+    ],
+)
+def test_what_does_not_continue_the_former_is_answered_need_full(bed, engine, changes):
+    """The former stays as it is, with its lease: its own release ends it."""
+    stored_and_probed(bed, engine)
+    bed.ask(engine, 1)
+    engine.session.namespaces[b"v" * 16] = b"m" * 16
+    engine.session.version = changes.get("version", engine.session.version)
+    fields = {
+        "version": engine.session.version, "start": 4, "predecessor": chain(1, 4, 3), "former": 1
+    }  # fmt: skip
+    fields |= changes
+    start = fields["start"]
+    probe = Probe(
+        request="r", admission=3, total=6, num_tokens=7 * BLOCK, hash_bytes=HASH_BYTES, **fields
+    )
+    assert bed.say(engine.scheduler, probe, [chain(1, 6, start)]) == [NeedFull(3)]
+    assert leases(bed) == 1
+    assert bed.say(engine.scheduler, Ask(3, 2, 0, 99)) == [NeedFull(3)]
 
 
 def test_more_hashes_than_tokens_are_no_request(bed, engine):
