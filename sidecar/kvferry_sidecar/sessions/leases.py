@@ -30,11 +30,14 @@ class LeaseKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeasedGroup:
-    """Entries (n,) of one group for the chunks (n,) of the lease; ``ends`` (n,) in tokens."""
+    """Entries (n,) of one group for the chunks (n,) of the lease, ascending.
+
+    The last one's key ends at ``last_end`` tokens (0 without any), the others' with their chunk.
+    """
 
     group: int
     chunks: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    last_end: int
     entries: Entries
 
 

@@ -244,7 +244,9 @@ def _leased(
             inside = at < len(leased.chunks)
             if not inside.all() or not np.array_equal(leased.chunks[at], chunks):
                 return None
-            if shape.kind == Kind.MAMBA and (leased.ends[at] != total_tokens).any():
+            ends = (chunks + 1) * shape.block_tokens
+            ends[at == len(leased.chunks) - 1] = leased.last_end
+            if shape.kind == Kind.MAMBA and (ends != total_tokens).any():
                 return None
-            return leased.entries[at], leased.ends[at]
+            return leased.entries[at], ends
     return None

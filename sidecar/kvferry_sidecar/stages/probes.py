@@ -291,7 +291,8 @@ class Probes:
         short = False
         for g, needed, keys in zip(shape.stored_groups(), wanted, admission.keys, strict=True):
             entries = self._core.pool.lease(keys_of(g, keys, needed))
-            taken.append(LeasedGroup(g.group, needed.chunks, needed.ends, entries))
+            last_end = int(needed.ends[-1]) if len(needed.ends) else 0
+            taken.append(LeasedGroup(g.group, needed.chunks, last_end, entries))
             short = short or len(entries) < len(needed.ends)
         if short:
             for group in taken:
