@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvferry_demo.processes import ENGINE_ENVIRONMENT, in_environment
@@ -18,7 +19,9 @@ from kvferry_demo.processes import ENGINE_ENVIRONMENT, in_environment
 DEADLINE_S = 420.0
 
 
-def in_engine_process(module: str, setup: dict[str, object]) -> dict[str, object]:
+def in_engine_process(
+    module: str, setup: dict[str, object], environment: Mapping[str, str] | None = None
+) -> dict[str, object]:
     """Return what ``module.measure(setup)`` returned. Raises RuntimeError, with its log."""
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as name:
         folder = Path(name)
@@ -26,7 +29,7 @@ def in_engine_process(module: str, setup: dict[str, object]) -> dict[str, object
         command = [sys.executable, "-m", "bench.child", module]
         files = [str(folder / "setup.json"), str(folder / "result.json")]
         done = subprocess.run(
-            in_environment(ENGINE_ENVIRONMENT, [*command, *files]),
+            in_environment({**ENGINE_ENVIRONMENT, **(environment or {})}, [*command, *files]),
             capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         )  # fmt: skip
         if done.returncode != 0:

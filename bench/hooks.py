@@ -55,6 +55,9 @@ def _steps(own: dict[str, Any], null: dict[str, Any]) -> list[Figure]:
     net_us = loads["median_us"] - null["running"]["1"]["median_us"]
     title = f"step with {loads['pending']} loads pending, 1 running, median, net"
     figures.append(plain(title, net_us, "us"))
+    store_ns, call_ns = own["fence_ns"], null["fence_ns"]
+    title = "fence store, over a method call that does nothing"
+    figures.append(plain(title, store_ns / call_ns, "x", store_ns=store_ns, call_ns=call_ns))
     return figures
 
 

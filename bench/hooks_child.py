@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kvferry_connector.export import FencePage
 from kvferry_connector.wire import codec
 from kvferry_demo.protocol import EngineSetup
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -44,12 +45,31 @@ def measure(setup: dict[str, Any]) -> dict[str, Any]:
             ferry["running"][str(count)], null["running"][str(count)] = found
         ferry["prefill"], null["prefill"] = bench.both(lambda: bench.prefill(rounds))
         ferry["loads"] = bench.loads_pending()
+        ferry["fence_ns"], null["fence_ns"] = _call_ns(FencePage().bound), _call_ns(NoFence().bound)
     else:
         for tokens in PROBE_TOKENS:
             found = bench.both(lambda tokens=tokens: bench.probe(tokens, rounds))
             ferry[str(tokens)], null[str(tokens)] = found
     engine.close()
     return {"ferry": ferry, "null": null, "hook_errors": bench.counts.get("hook_errors", 0)}
+
+
+class NoFence:
+    """What a fence store is compared with: a method that does nothing."""
+
+    def bound(self, step: int) -> None:
+        """Take the step."""
+
+
+def _call_ns(call: Callable[[int], None]) -> float:
+    """Return the time of one of 10,000 calls, the best of five rounds."""
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter_ns()
+        for step in range(10_000):
+            call(step)
+        rounds.append((time.perf_counter_ns() - start) / 10_000)
+    return min(rounds)
 
 
 def _engine_setup(setup: dict[str, Any]) -> EngineSetup:

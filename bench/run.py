@@ -26,6 +26,7 @@ BENCHES = (
     "curve",
     "growth",
     "moved",
+    "masks",
     "probe",
     "hooks",
     "path",

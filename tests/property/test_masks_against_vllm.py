@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import collections
 import random
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ from support.mask_checks import Tally
 from support.vllm_managers import Oracle, prefix_hashes
 
 NORMAL_CASES = 2_000
-NORMAL_CPU_S_MAX = 60
 LONG_CASES = 20_000
 PAIR_CASES_MIN = 20
 
@@ -72,12 +69,8 @@ def assert_covered(tally: Tally, seen: collections.Counter[frozenset[str]]) -> N
 
 
 def test_masks_and_hits_equal_those_of_vllm() -> None:
-    started = time.process_time()
     tally, seen = run(0, NORMAL_CASES)
-    used_s = time.process_time() - started
-    print(f"{NORMAL_CASES} configurations in {used_s:.1f} s of CPU")
     assert_covered(tally, seen)
-    assert used_s < NORMAL_CPU_S_MAX
 
 
 @pytest.mark.long
@@ -114,17 +107,7 @@ def test_single_group_hits_end_on_its_own_blocks(use_eagle: bool) -> None:
     assert hit.tokens == theirs == (12 if use_eagle else 16)
 
 
-# --- figures -----------------------------------------------------------------------------------
-
-
-def cpu_ms(call: Callable[[], object], times: int) -> float:
-    """Return the CPU milliseconds of the fastest of several calls."""
-    best = float("inf")
-    for _ in range(times):
-        started = time.process_time_ns()
-        call()
-        best = min(best, time.process_time_ns() - started)
-    return best / 1e6
+# --- long ones -----------------------------------------------------------------------------------
 
 
 def four_groups() -> tuple[Rules, list[vllm_managers.KVCacheSpec]]:
@@ -143,54 +126,30 @@ def four_groups() -> tuple[Rules, list[vllm_managers.KVCacheSpec]]:
     return rules, [m.full(16), m.swa(16, 1024), m.swa(16, 4096), m.mamba(16)]
 
 
-def test_planning_a_million_tokens_is_fast() -> None:
-    """Masks and expansion of a load, against vLLM's masks alone."""
+def test_a_plan_of_a_million_tokens_names_the_blocks_of_vllm() -> None:
     rules, specs = four_groups()
     tokens = 1 << 20
     oracle = Oracle(specs, num_blocks=tokens // 16 + 1000, tokens_max=2 * tokens)
     tables = [np.array(table, dtype=np.int32) for table in oracle.external_tables(tokens)]
-    hashes, coordinator = prefix_hashes(tokens // 16), oracle.store_coordinator()
-
-    def plan() -> list[Blocks]:
-        made = [
-            expand_load(rule, table, total_tokens=tokens)
-            for rule, table in zip(rules.groups, tables, strict=True)
-        ]
-        assert all(isinstance(blocks, Blocks) for blocks in made)
-        return [blocks for blocks in made if isinstance(blocks, Blocks)]
-
-    for blocks, table in zip(plan(), tables, strict=True):
+    for rule, table in zip(rules.groups, tables, strict=True):
+        blocks = expand_load(rule, table, total_tokens=tokens)
+        assert isinstance(blocks, Blocks)
         assert blocks.chunks.tolist() == np.flatnonzero(table).tolist()
-    ours_ms = cpu_ms(plan, 5)
-    theirs_ms = cpu_ms(lambda: coordinator.load_mask(hashes, tokens), 2)
-    print(f"planning 1 Mi tokens, 4 groups: {ours_ms:.2f} ms, vLLM's masks {theirs_ms:.1f} ms")
-    assert ours_ms <= 10
-    assert ours_ms <= theirs_ms / 20
 
 
-def test_hit_search_is_fast() -> None:
-    """128 Ki tokens, 4 groups, everything there; then presence that shrinks step by step."""
+def test_a_hit_of_128_ki_tokens_is_that_of_vllm() -> None:
     rules, specs = four_groups()
     chunks = (1 << 17) // 16
     oracle = Oracle(specs)
-    ends = range(16, chunks * 16 + 1, 16)
-    oracle.put(dict.fromkeys(range(4), ends))
+    oracle.put(dict.fromkeys(range(4), range(16, chunks * 16 + 1, 16)))
     everything = [np.ones(chunks, dtype=np.bool_)] * 4
     hashes, limit = prefix_hashes(chunks), chunks * 16 - 1
     hit = find_hit(rules, everything, max_tokens=limit)
     assert hit.tokens == oracle.coordinator.find_longest_cache_hit(hashes, limit)[1] > 0
-    ours_ms = cpu_ms(lambda: find_hit(rules, everything, max_tokens=limit), 5)
-    theirs_ms = cpu_ms(lambda: oracle.coordinator.find_longest_cache_hit(hashes, limit), 3)
-    print(f"hit search 128 Ki tokens, 4 groups: {ours_ms:.2f} ms, vLLM's {theirs_ms:.1f} ms")
-    assert ours_ms <= 5
-
-    small, large = (cpu_ms(lambda n=n: contrary_hit(n), 3) for n in (1000, 4000))
-    print(f"a search that shortens block by block: {small:.1f} ms, four times as long {large:.1f}")
-    assert large < 8 * small
 
 
-def contrary_hit(chunks: int) -> None:
-    """Two windows that never agree: one has every even chunk, the other every odd one."""
+def test_groups_that_never_agree_have_no_hit() -> None:
+    """Of two windows one has every even chunk, the other every odd one."""
     rules = Rules(
         (
             GroupRule(Kind.FULL, 16),
@@ -201,6 +160,7 @@ def contrary_hit(chunks: int) -> None:
         scheduler_block=16,
         alignment=16,
     )
+    chunks = 1000
     even = np.arange(chunks) % 2 == 0
     present = [np.ones(chunks, dtype=np.bool_), even, ~even]
     assert find_hit(rules, present, max_tokens=chunks * 16).tokens == 0
