@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 LEVEL = 1.05
@@ -43,15 +43,20 @@ class Row:
 
 def compared(
     name: str, unit: str, ferry: float, lmcache: float, *, larger: bool = False,
-    target: float | None = 1.0, reference: float | None = None, note: str = "",
+    target: float | None = 1.0, reference: float | None = None, note: str = "", why: str = "",
 ) -> Row:  # fmt: skip
-    """Return a row of two numbers; smaller is better unless ``larger``."""
+    """Return a row of two numbers; smaller is better unless ``larger``.
+
+    ``why`` is told where kvferry is not ahead, or not by as much as it should be.
+    """
     over, under = (ferry, lmcache) if larger else (lmcache, ferry)
     # Net of a floor, a figure may end at or below 0: then no ratio is honest.
     ahead = over / under if over > 0 and under > 0 else None
     if ahead is None:
         note = note or "within the noise of the floor"
-    return Row(name, unit, ferry, lmcache, ahead, target, reference, note)
+    row = Row(name, unit, ferry, lmcache, ahead, target, reference, note)
+    told = why and row.verdict() not in ("", "ahead")
+    return replace(row, note="; ".join(filter(None, (note, why)))) if told else row
 
 
 def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.peer.charts import CHARTS
-from bench.peer.figures import Row, markdown
+from bench.peer.figures import Row, as_json, markdown
+from bench.peer.tables import RUNS, TABLES
 from bench.plots import panels
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,11 @@ def as_text(report: Report) -> str:
         if "error" in row:
             parts.append(f"{title} failed: {row['error'].splitlines()[0]}\n")
             continue
-        parts.append(markdown({title: [_row(one) for one in row["table"]]}))
+        table = markdown({title: [_row(one) for one in row["table"]]})
+        if "measured" in row:
+            heading, rest = table.split("\n", 1)
+            table = f"{heading}\n\n{RUNS[_number(title)](row['measured'])}\n{rest}"
+        parts.append(table)
         if chart := CHARTS.get(_number(title)):
             parts.append(f"![{title}](images/{chart[0]}.svg)\n")
     return "\n".join(parts)
@@ -72,6 +77,15 @@ def replaced(text: str, table: str) -> str:
     return f"{before}{BEGIN}\n\n{table.strip()}\n\n{END}{after}"
 
 
+def tabled(report: Report) -> dict[str, Any]:
+    """Return the report with its tables made anew of what was measured."""
+    rows = {
+        title: {**row, "table": as_json(TABLES[_number(title)](row["measured"]))}
+        for title, row in report["rows"].items()
+    }
+    return {"rows": rows}
+
+
 def _number(title: str) -> int:
     return int(title.split(maxsplit=1)[0].rstrip("."))  # "3 and 5. ..." is row 3
 
@@ -97,8 +111,10 @@ def _origins(report: Report) -> str:
 
 
 def main() -> None:
-    """Redraw from the stored report."""
-    write(json.loads(RESULTS.read_text()))
+    """Make tables and plots again of what is stored."""
+    report = tabled(json.loads(RESULTS.read_text()))
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    write(report)
 
 
 if __name__ == "__main__":

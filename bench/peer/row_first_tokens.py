@@ -55,13 +55,14 @@ def rows(result: dict[str, Any]) -> list[Row]:
     for tokens, one in result.items():
         ferry, lmcache, plain = (one["medians"][name] for name in (FERRY, LMCACHE, NONE))
         what = f"{tokens} tokens"
+        own = "nothing hits: nearly all is the model's own time"
         made += [
             compared(f"{what}: cold", "ms", ferry["cold_ms"], lmcache["cold_ms"],
-                     reference=plain["cold_ms"]),
+                     reference=plain["cold_ms"], why=own),
             compared(f"{what}: warm", "ms", ferry["warm_ms"], lmcache["warm_ms"],
                      note=f"hits {ferry['warm_hit_tokens']:.0f}, {lmcache['warm_hit_tokens']:.0f}"),
             compared(f"{what}: cold, CPU of the engine", "ms", ferry["cold_cpu_ms"],
-                     lmcache["cold_cpu_ms"], reference=plain["cold_cpu_ms"]),
+                     lmcache["cold_cpu_ms"], reference=plain["cold_cpu_ms"], why=own),
             compared(f"{what}: warm, CPU of the engine", "ms", ferry["warm_cpu_ms"],
                      lmcache["warm_cpu_ms"]),
         ]  # fmt: skip
@@ -76,6 +77,12 @@ def rows(result: dict[str, Any]) -> list[Row]:
                 note = f"{goal}: {'met' if met else 'missed' if low > 1 else 'not decided'}"
             made.append(Row(title, "", *shown, note=note))
     return made
+
+
+def runs(result: dict[str, Any]) -> str:
+    """Return how often this was measured."""
+    (pairs,) = {one["pairs"] for one in result.values()}
+    return f"Medians of {pairs} prompts of each length."
 
 
 def _price(price: dict[str, Any]) -> str:

@@ -58,7 +58,7 @@ def _stored(rounds: int, saves: list[dict[str, Any]]) -> float:
 
 
 def rows(result: dict[str, Any]) -> list[Row]:
-    """Return the rows of speed and CPU."""
+    """Return the table's rows: speed and CPU, then memory."""
     made = []
     for what in ("saves", "loads"):
         ferry, lmcache = result[what][FERRY], result[what][LMCACHE]
@@ -76,11 +76,10 @@ def rows(result: dict[str, Any]) -> list[Row]:
         for side in ("engine", "server"):
             key = f"{side}_cpu_s_per_gb"
             made.append(compared(f"{name}: CPU of the {side}", "s/GB", ferry[key], lmcache[key]))
-    return made
+    return made + _memory_rows(result)
 
 
-def memory_rows(result: dict[str, Any]) -> list[Row]:
-    """Return the rows of memory."""
+def _memory_rows(result: dict[str, Any]) -> list[Row]:
     ferry, lmcache = (result["memory"][name] for name in CACHES)
     names = {
         "server_mib": ("server beyond its pool and the engine's KV memory", "MiB"),

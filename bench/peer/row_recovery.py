@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from bench.peer.figures import Row, compared
@@ -24,10 +26,30 @@ MODEL: dict[str, object] = {
 }  # fmt: skip
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """Return what each scenario found, by moment and cache."""
+def measure(quick: bool, times: int) -> dict[str, Any]:
+    """Return what ``times`` runs of each scenario found, by moment and cache."""
     moments = MOMENTS[1:2] if quick else MOMENTS
-    return {moment: {name: _scenario(name, moment) for name in CACHES} for moment in moments}
+    return {
+        moment: {name: over([_scenario(name, moment) for _ in range(times)]) for name in CACHES}
+        for moment in moments
+    }
+
+
+def over(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians of times and shares, the most that hung or failed, and the number of runs.
+
+    ``back_s`` is absent unless hits came back in every run; ``back``: in how many.
+    """
+    back = [one["back_s"] for one in runs if "back_s" in one]
+    found: dict[str, Any] = {
+        key: statistics.median(one[key] for one in runs)
+        for key in ("usual_gap_ms", "longest_gap_ms", "share", "server_start_s")
+    }
+    found |= {key: max(one[key] for one in runs) for key in ("hung", "failed")}
+    found["subject"] = ", ".join(sorted({one["subject"] for one in runs}))
+    found["engine_died"] = next((one["engine_died"] for one in runs if one["engine_died"]), "")
+    found |= {"runs": len(runs), "back": len(back)}
+    return found | ({"back_s": statistics.median(back)} if len(back) == len(runs) else {})
 
 
 def _scenario(name: str, moment: str) -> dict[str, Any]:
@@ -74,7 +96,8 @@ def rows(result: dict[str, Any]) -> list[Row]:
 
 def _back(when: str, ferry: dict[str, Any], lmcache: dict[str, Any]) -> Row:
     def shown(one: dict[str, Any]) -> float | str:
-        return one.get("back_s") or f"not within {OBSERVE_S:.0f} s"
+        times = f"; in {one['back']} of {one['runs']} runs" if one["back"] else ""
+        return one.get("back_s") or f"not within {OBSERVE_S:.0f} s{times}"
 
     started = f"servers took {ferry['server_start_s']:.1f}, {lmcache['server_start_s']:.1f} s"
     name = f"{when}: hits are back after"
@@ -86,3 +109,11 @@ def _back(when: str, ferry: dict[str, Any], lmcache: dict[str, Any]) -> Row:
 def _lost(one: dict[str, Any]) -> str:
     died = f"; the engine died: {one['engine_died']}" if one["engine_died"] else ""
     return f"{one['hung']}, {one['failed']}{died}"
+
+
+def runs(result: dict[str, Any]) -> str:
+    """Return how often this was measured."""
+    (times,) = {one["runs"] for by_name in result.values() for one in by_name.values()}
+    if times == 1:
+        return "A single run of each moment."
+    return f"Medians of {times} runs of each moment; of what hung or failed, the most in one run."

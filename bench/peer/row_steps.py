@@ -51,6 +51,8 @@ def rows(result: dict[str, Any]) -> list[Row]:
                     note=DECODED if what == "mean" else "",
                 )
             )  # fmt: skip
+        shares = (_share(by_name[name], floor) for name in CACHES)
+        hooks = "of a step {:.1f} and {:.1f} % are hooks".format(*shares)
         for key, what in (
             ("step_us", "whole step"), ("cpu_us", "engine's CPU per step"),
         ):  # fmt: skip
@@ -58,6 +60,7 @@ def rows(result: dict[str, Any]) -> list[Row]:
                 compared(
                     f"{what}, {count} running", "us", by_name[FERRY][key], by_name[LMCACHE][key],
                     reference=plain[key],
+                    why=f"{hooks}; an empty connector's takes {floor[key]:,.0f} us",
                 )
             )  # fmt: skip
         made.append(
@@ -67,3 +70,8 @@ def rows(result: dict[str, Any]) -> list[Row]:
             )
         )  # fmt: skip
     return made
+
+
+def _share(one: dict[str, float], floor: dict[str, float]) -> float:
+    """Return what the hooks, net of an empty connector's, are of a step, in percent."""
+    return (one["hooks_mean_us"] - floor["hooks_mean_us"]) / one["step_us"] * 100

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -29,16 +30,25 @@ from bench.peer import (
     row_recovery,
     row_steps,
 )
-from bench.peer.figures import Row, as_json
+from bench.peer.figures import as_json
 from bench.peer.peer_env import LMCACHE as LMCACHE_VERSION
 from bench.peer.peer_env import peer_python
 from bench.peer.report import RESULTS, ROOT, as_text, merged, write
 from bench.peer.rig import rig
+from bench.peer.tables import TABLES
 from bench.peer.variants import CACHES, NONE, NULL
 
 PART = ROOT / "build" / "peer.json"
 GIB = 1 << 30
-Outcome = tuple[dict[str, Any], list[Row]]
+Measured = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured: little and short (``quick``), row 6 so many ``times``."""
+
+    quick: bool
+    times: int
 
 
 STEPS_ENGINE: dict[str, object] = {
@@ -47,15 +57,14 @@ STEPS_ENGINE: dict[str, object] = {
 }  # fmt: skip
 
 
-def steps(quick: bool) -> Outcome:
+def steps(scale: Scale) -> Measured:
     """Row 1."""
     names = (NONE, NULL, *CACHES)
     with rig(names, "steps", pool_bytes=GIB, model={}, engine=STEPS_ENGINE) as it:
-        result = row_steps.measure(it, quick)
-    return result, row_steps.rows(result)
+        return row_steps.measure(it, scale.quick)
 
 
-def lookups(quick: bool) -> Outcome:
+def lookups(scale: Scale) -> Measured:
     """Row 2: blocks of 16 tokens, vLLM's default on GPUs."""
     engine: dict[str, object] = {
         "kv_cache_bytes": 192 << 20, "max_model_len": 140_000, "max_num_seqs": 4,
@@ -63,13 +72,12 @@ def lookups(quick: bool) -> Outcome:
     }  # fmt: skip
     model: dict[str, object] = {"num_hidden_layers": 1}
     with rig(CACHES, "lookups", pool_bytes=GIB, model=model, engine=engine) as it:
-        result = row_lookups.measure(it, quick)
-    return result, row_lookups.rows(result)
+        return row_lookups.measure(it, scale.quick)
 
 
-def moves(quick: bool) -> Outcome:
+def moves(scale: Scale) -> Measured:
     """Row 3, and 5 with it: prompts of 512 MiB of KV in one step, blocks of 256 KiB per layer."""
-    layers, blocks = 32, 8 if quick else 64
+    layers, blocks = 32, 8 if scale.quick else 64
     block_bytes = layers * (256 << 10)
     pool_bytes = (8 * blocks * block_bytes) + (256 << 20)
     engine: dict[str, object] = {
@@ -84,32 +92,28 @@ def moves(quick: bool) -> Outcome:
         "head_dim": 64,
     }  # fmt: skip
     with rig((NONE, *CACHES), "moves", pool_bytes=pool_bytes, model=model, engine=engine) as it:
-        result = row_moves.measure(it, quick, blocks, pool_bytes)
-    return result, row_moves.rows(result) + row_moves.memory_rows(result)
+        return row_moves.measure(it, scale.quick, blocks, pool_bytes)
 
 
-def first_tokens(quick: bool) -> Outcome:
+def first_tokens(scale: Scale) -> Measured:
     """Row 4: a model that takes about a second for 8 K tokens, as one worth a cache does."""
     names = (NONE, *CACHES)
     model: dict[str, object] = {"hidden_size": 256, "intermediate_size": 704}
     with rig(names, "steps", pool_bytes=GIB, model=model, engine=STEPS_ENGINE) as it:
-        result = row_first_tokens.measure(it, quick)
-    return result, row_first_tokens.rows(result)
+        return row_first_tokens.measure(it, scale.quick)
 
 
-def recovery(quick: bool) -> Outcome:
+def recovery(scale: Scale) -> Measured:
     """Row 6."""
-    result = row_recovery.measure(quick)
-    return result, row_recovery.rows(result)
+    return row_recovery.measure(scale.quick, scale.times)
 
 
-def hybrids(quick: bool) -> Outcome:
+def hybrids(scale: Scale) -> Measured:
     """Row 7."""
-    result = row_hybrids.measure(quick)
-    return result, row_hybrids.rows(result)
+    return row_hybrids.measure(scale.quick)
 
 
-ROWS: dict[int, tuple[str, Callable[[bool], Outcome]]] = {
+ROWS: dict[int, tuple[str, Callable[[Scale], Measured]]] = {
     1: ("1. Engine steps", steps),
     2: ("2. Lookups", lookups),
     3: ("3 and 5. Moving whole prompts, and memory", moves),
@@ -124,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.peer.run", description=__doc__)
     parser.add_argument("rows", nargs="*", type=int, help=f"which of {sorted(ROWS)} (all)")
     parser.add_argument("--quick", action="store_true", help="small and short: a smoke test")
+    parser.add_argument("--times", type=int, default=1, help="runs of row 6 (1), five minutes each")
     options = parser.parse_args(arguments)
     unknown = set(options.rows) - set(ROWS)
     if unknown:
@@ -139,7 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Servers and engines end with their `with` blocks, also when this program is told to end.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     peer_python()
-    report = {"rows": {ROWS[number][0]: origin | measured(number, options.quick)
+    scale = Scale(options.quick, max(1, options.times))
+    report = {"rows": {ROWS[number][0]: origin | measured(number, scale)
                        for number in options.rows or sorted(ROWS)}}  # fmt: skip
     print(as_text(report))
     if options.quick:
@@ -152,13 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any("error" in row for row in report["rows"].values()) else 0
 
 
-def measured(number: int, quick: bool) -> dict[str, Any]:
+def measured(number: int, scale: Scale) -> dict[str, Any]:
     """Return a row of the report: its table and numbers, or the error that ended it."""
     title, run = ROWS[number]
     print(f"{title} ...", flush=True)
     began_s = time.monotonic()
     try:
-        result, table = run(quick)
+        result = run(scale)
+        table = TABLES[number](result)
     except Exception as error:  # noqa: BLE001 - the others still run; the report says it
         traceback.print_exc()
         return {"error": str(error) or type(error).__name__}

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.peer import report, run
+from bench.peer import report, run, tables
 from bench.peer.charts import CHARTS
 from bench.peer.figures import Row, as_json, compared, markdown
-from bench.peer.report import BEGIN, DOCS, END, IMAGES, RESULTS, as_text, merged, replaced
+from bench.peer.report import BEGIN, DOCS, END, IMAGES, RESULTS, as_text, merged, replaced, tabled
 from bench.peer.rig import turns
+from bench.peer.row_recovery import over
 from bench.peer.run import main
 from bench.peer.stats import median_interval, medians
 from bench.plots import Panel
@@ -40,6 +41,33 @@ def test_no_ratio_at_or_below_the_floor(ferry: float, lmcache: float) -> None:
     assert row.ahead is None
     assert row.verdict() == ""
     assert row.note == "within the noise of the floor"
+
+
+def test_a_row_says_why_it_is_not_ahead_enough() -> None:
+    def told(lmcache: float, note: str = "") -> str:
+        return compared("hooks", "us", 1.0, lmcache, target=5.0, note=note, why="because").note
+
+    assert told(6.0) == ""
+    assert told(6.0, "so") == "so"
+    assert told(4.0) == told(1.0) == told(0.5) == "because"
+    assert told(4.0, "so") == "so; because"
+
+
+def test_runs_of_a_kill_are_summed_up_truthfully() -> None:
+    base = {"usual_gap_ms": 5.0, "share": 1.0, "server_start_s": 0.5, "hung": 0, "failed": 0,
+            "subject": "length", "engine_died": ""}  # fmt: skip
+    runs = [base | {"longest_gap_ms": gap, "back_s": gap} for gap in (3.0, 9.0, 4.0)]
+    once, all_back = over(runs[:1]), over(runs)
+    assert once == runs[0] | {"runs": 1, "back": 1}
+    assert (all_back["back_s"], all_back["longest_gap_ms"], all_back["runs"]) == (4.0, 4.0, 3)
+    lost = base | {"longest_gap_ms": 60.0, "share": 0.0, "hung": 2, "engine_died": "it fell"}
+    mixed = over([*runs[:2], lost])
+    assert "back_s" not in mixed
+    assert (mixed["back"], mixed["hung"], mixed["engine_died"]) == (2, 2, "it fell")
+    rows = tables.TABLES[6]({"idle": {"kvferry": mixed, "LMCache": all_back}})
+    assert rows[0].ferry == "not within 60 s; in 2 of 3 runs"
+    assert tables.RUNS[6]({"idle": {"kvferry": once}}).startswith("A single run")
+    assert tables.RUNS[6]({"idle": {"kvferry": mixed}}).startswith("Medians of 3 runs")
 
 
 def test_medians_are_per_key() -> None:
@@ -123,6 +151,7 @@ STORED = json.loads(RESULTS.read_text())
 def test_the_document_shows_what_is_stored() -> None:
     """Its tables are made of the results, and every plot that it shows is there."""
     document = DOCS.read_text()
+    assert tabled(STORED)["rows"] == STORED["rows"], "python -m bench.peer.report"
     assert replaced(document, as_text(STORED)) == document
     for name, _, _ in CHARTS.values():
         assert (IMAGES / f"{name}.svg").is_file()
@@ -159,15 +188,19 @@ def test_what_is_measured_is_written_where_it_belongs(
     monkeypatch.setattr(run, "peer_python", lambda: "python")
     hooks = [5.0]
 
-    def broken(quick: bool) -> run.Outcome:
+    def broken(scale: run.Scale) -> run.Measured:
         raise RuntimeError("it fell")
 
-    def seven(quick: bool) -> run.Outcome:
-        return {}, [compared("models", "", hooks[0], 10.0)]
+    def seven(scale: run.Scale) -> run.Measured:
+        return {"hooks": hooks[0]}
 
     monkeypatch.setattr(run, "ROWS", {7: ("7. Kinds", seven), 8: ("8. Other", broken)})
+    made = lambda measured: [compared("models", "", measured["hooks"], 10.0)]  # noqa: E731 - short
+    monkeypatch.setitem(tables.TABLES, 7, made)
+    monkeypatch.setitem(tables.RUNS, 7, lambda _: "A single run.")
     assert main([]) == 1
     assert "8. Other failed: it fell" in docs.read_text()
+    assert "### 7. Kinds\n\nA single run.\n\n| figure |" in docs.read_text()
     assert "| models | 5 | 10 |" in docs.read_text()
     hooks[0] = 2.0
     assert main(["7"]) == 0
