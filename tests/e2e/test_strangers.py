@@ -1,14 +1,11 @@
-"""Engines that must not share, and an engine that was there before its sidecar.
-
-One sidecar, started late; the engines follow one another so that only one is in memory.
-"""
+"""Engines that must not share, and an engine that was there before its sidecar, started late."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from support.engine import Texts, hit_of, running_engine
+from support.engine import EngineUnderTest, Texts, hit_of, running_engine
 from support.sidecar import SidecarUnderTest, make_sidecar
 
 pytestmark = pytest.mark.engine
@@ -40,12 +37,18 @@ def llama_output(sidecar: SidecarUnderTest, prompt: list[int]) -> list[int]:
     return alone.output
 
 
+@pytest.fixture(scope="module")
+def second(sidecar: SidecarUnderTest, llama_output: list[int]) -> Iterator[EngineUnderTest]:
+    """An engine that started when the first one had ended."""
+    with running_engine(sidecar.run_dir) as engine:
+        yield engine
+
+
 def test_engine_before_its_sidecar(
-    sidecar: SidecarUnderTest, prompt: list[int], llama_output: list[int]
+    prompt: list[int], llama_output: list[int], second: EngineUnderTest
 ) -> None:
     """It served without, attached later, and saved then: a second engine hits."""
-    with running_engine(sidecar.run_dir) as engine:
-        warm = engine.run(prompt)
+    warm = second.run(prompt)
     assert warm.hit_tokens == hit_of(prompt)
     assert warm.output == llama_output
 
@@ -63,13 +66,10 @@ def test_another_model_shares_nothing(
 
 
 def test_another_hash_seed_is_reported(
-    sidecar: SidecarUnderTest, prompt: list[int], llama_output: list[int]
+    sidecar: SidecarUnderTest, prompt: list[int], llama_output: list[int], second: EngineUnderTest
 ) -> None:
     """Hashes of another seed mean nothing here: no hits, and the status says why."""
-    with (
-        running_engine(sidecar.run_dir) as engine,
-        running_engine(sidecar.run_dir, environment={"PYTHONHASHSEED": "1"}) as stranger,
-    ):
+    with running_engine(sidecar.run_dir, environment={"PYTHONHASHSEED": "1"}) as stranger:
         result = stranger.run(prompt)
         assert result.hit_tokens == 0
         assert result.output == llama_output
@@ -78,5 +78,5 @@ def test_another_hash_seed_is_reported(
             for session in sidecar.status()["sessions"]
             for half in session["halves"]
         }
-        for pid in (engine.pid, stranger.pid):
+        for pid in (second.pid, stranger.pid):
             assert any("seed" in note.lower() for note in notes[pid]), notes
