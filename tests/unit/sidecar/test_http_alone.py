@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import http.client
@@ -77,6 +78,32 @@ def test_a_loop_that_hangs_is_neither_alive_nor_ready(tmp_path):
         assert float(lag[1]) >= 30.0
         bundle = http.get("/debug/bundle")
         assert bundle.status == 200, "what there is without the loop"
+
+
+class Leaping(asyncio.SelectorEventLoop):
+    """An event loop whose process can stand still for as long as a test says."""
+
+    stood_s = 0.0
+
+    def time(self):
+        return super().time() + self.stood_s
+
+
+def test_a_process_that_stood_still_has_not_waited_for_an_answer():
+    mailbox = Mailbox()
+    window = Window(mailbox, time.monotonic, 1.0)
+    window.desk = SimpleNamespace(word="late")
+
+    async def ask():
+        task = asyncio.create_task(window.ask(lambda desk, _now_s: desk.word, 200.0))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().stood_s = 300.0
+        await asyncio.sleep(0.01)
+        mailbox.on_wake(0, 0.0)
+        return await task
+
+    with contextlib.closing(mailbox), asyncio.Runner(loop_factory=Leaping) as runner:
+        assert runner.run(ask()) == "late"
 
 
 def test_who_sends_no_whole_request_in_time_is_closed(tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ from kvferry_sidecar.tiers.store import Listed
 
 T = TypeVar("T")
 answer_s_max = 2.0  # how long a question may take
+# Parts of that time: a process that stood still (SIGSTOP, a paused machine) has spent but one.
+_PARTS = 4
 
 
 class Desk(Protocol):
@@ -103,16 +105,22 @@ class Window:
             raise UnavailableError("the sidecar is starting: its pool is being made")
         try:
             future = self._mailbox.ask(lambda now_s: question(desk, now_s))
-            return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
         except BusyError:
             raise UnavailableError("too many questions wait for the control loop") from None
-        except TimeoutError:
-            raise UnavailableError(f"the control loop did not answer in {seconds:g} s") from None
+        answer = asyncio.wrap_future(future)
+        try:
+            for _ in range(_PARTS):
+                await asyncio.wait([answer], timeout=seconds / _PARTS)
+                if answer.done():
+                    return answer.result()
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # whoever asked has left; else the mailbox was closed
             raise UnavailableError("the sidecar is ending") from None
+        finally:
+            answer.cancel()
+        raise UnavailableError(f"the control loop did not answer in {seconds:g} s")
 
     async def ask_later(
         self, question: Callable[[Desk, float], Future[T]], seconds: float = answer_s_max
