@@ -21,6 +21,24 @@ def crc32c_at(
     addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], seeds: NDArray[np.uint32]
 ) -> list[int]:
     """CRC32C of ``n`` pieces of this process's memory, without the GIL; arrays are (n,)."""
+
+class Checksums:
+    """CRC32C of many pieces by ``threads`` threads (1 to 256), behind the caller. For one thread.
+
+    They keep to the processors of the thread that makes it.
+    """
+
+    def __init__(self, threads: int) -> None: ...
+    def begin(
+        self, addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], seeds: NDArray[np.uint32]
+    ) -> None:
+        """Start; arrays are (n,) and copied. The memory is read until ``end`` has returned.
+
+        Raises RuntimeError when what was begun before has not ended.
+        """
+    def end(self) -> list[int]:
+        """Help, wait, and return the checksums; none when nothing was begun."""
+
 def place_memory(nodes: Sequence[int], interleaved: bool) -> None:
     """Bind what the calling thread, and threads that it starts, touch first to NUMA nodes.
 

@@ -8,9 +8,13 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <string>
 #include <system_error>
 #include <vector>
 
+#include "kvferry/checksums.h"
 #include "kvferry/crc32c.h"
 
 namespace nb = nanobind;
@@ -21,14 +25,23 @@ namespace {
 template <class T>
 using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+template <class T>
+std::span<const T> view(const Array<T>& array) {
+    return {array.data(), array.size()};
+}
+
+void check_lengths(const char* call, size_t addresses, size_t sizes, size_t seeds) {
+    if (sizes != addresses || seeds != addresses) {
+        throw std::invalid_argument(std::string(call) + ": " + std::to_string(addresses) +
+                                    " addresses, " + std::to_string(sizes) + " sizes, " +
+                                    std::to_string(seeds) + " seeds");
+    }
+}
+
 std::vector<uint32_t> crc32c_at(const Array<uint64_t>& addresses, const Array<uint64_t>& sizes,
                                 const Array<uint32_t>& seeds) {
     const size_t n = addresses.shape(0);
-    if (sizes.shape(0) != n || seeds.shape(0) != n) {
-        throw std::invalid_argument("crc32c_at: " + std::to_string(n) + " addresses, " +
-                                    std::to_string(sizes.shape(0)) + " sizes, " +
-                                    std::to_string(seeds.shape(0)) + " seeds");
-    }
+    check_lengths("crc32c_at", n, sizes.shape(0), seeds.shape(0));
     std::vector<uint32_t> found(n);
     const nb::gil_scoped_release unlocked;
     for (size_t i = 0; i < n; ++i) {
@@ -36,6 +49,12 @@ std::vector<uint32_t> crc32c_at(const Array<uint64_t>& addresses, const Array<ui
                                    sizes.data()[i], seeds.data()[i]);
     }
     return found;
+}
+
+void begin(kvferry::Checksums& checksums, const Array<uint64_t>& addresses,
+           const Array<uint64_t>& sizes, const Array<uint32_t>& seeds) {
+    check_lengths("checksums", addresses.shape(0), sizes.shape(0), seeds.shape(0));
+    checksums.begin(view(addresses), view(sizes), view(seeds));
 }
 
 void place_memory(const std::vector<uint32_t>& nodes, bool interleaved) {
@@ -81,6 +100,11 @@ std::vector<int> page_nodes(uint64_t address, uint64_t stride, uint32_t count) {
 void bind_memory(nb::module_& m) {
     m.def("crc32c_at", &crc32c_at, "addresses"_a.noconvert(), "sizes"_a.noconvert(),
           "seeds"_a.noconvert());
+    nb::class_<kvferry::Checksums>(m, "Checksums")
+        .def(nb::init<size_t>(), "threads"_a)
+        .def("begin", &begin, "addresses"_a.noconvert(), "sizes"_a.noconvert(),
+             "seeds"_a.noconvert())
+        .def("end", &kvferry::Checksums::end, nb::call_guard<nb::gil_scoped_release>());
     m.def("place_memory", &place_memory, "nodes"_a, "interleaved"_a);
     m.def("page_nodes", &page_nodes, "address"_a, "stride"_a, "count"_a);
 }

@@ -76,6 +76,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake driver has the kernel itself."""
     if not ON_GPU:
         FakeGpu().with_kernels(True)
+        FakeGpu().lazily(True)  # or what is read too early would be there
         monkeypatch.setattr("kvferry_sidecar.engines.cuda_kernel.compile_image", fake_image)
 
 

@@ -71,7 +71,7 @@ def test_a_copy_that_loses_the_gpu_fails_and_the_next_sidecar_hits(
     engine, halves = attached(sidecar.run_dir, memory, "before")
     engine.put(PROMPT)
     if kind == "save":
-        lose(lost, "cuStreamSynchronize")
+        lose(lost, "cuEventSynchronize")
         job = engine.submit(engine.save_job("another", (4, 5, 6)))
     else:
         admission, answer = engine.lease(PROMPT, 3)
@@ -123,7 +123,7 @@ def test_an_engine_on_the_host_is_served_until_the_drain_is_over(
     job = host.submit(host.load_job(admission, (4, 5, 6), step=2))
     memory = GpuKvMemory(gpu)
     engine, halves = attached(sidecar.run_dir, memory, "gpu")
-    lose(lost, "cuStreamSynchronize")
+    lose(lost, "cuEventSynchronize")
     engine.ended(engine.submit(engine.save_job("another", (4, 5, 6))))
     wait_until(lambda: sidecar.status()["state"] == "draining", "it drains")
     on_host.bound(2)

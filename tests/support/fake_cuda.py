@@ -157,6 +157,14 @@ class FakeGpu:
         """Have a driver that is older than batches of copies."""
         self._fake.fake_without_batches(int(missing))
 
+    def lazily(self, wanted: bool) -> None:
+        """Have what is put on a stream run when somebody waits for it, and not before."""
+        self._fake.fake_lazily(int(wanted))
+
+    def waiting(self) -> int:
+        """How many copies and launches on a stream have not run yet."""
+        return int(self._fake.fake_waiting())
+
     def free_all(self) -> None:
         """Free what was allocated here, and drop what was opened."""
         self._fake.fake_free_all()

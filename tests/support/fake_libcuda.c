@@ -1,10 +1,10 @@
 // A CUDA driver made of host memory, for tests: it records every call and can fail any of them.
 // "Device memory" is a POSIX shared-memory object, so that a handle opens in another process.
-// Streams run at once. Of the real one's rules it keeps those that are easily broken: a handle is
-// of an allocation's base, of no memory with VMM, and never opened by the process that made it;
-// copies touch only device memory that is mapped and, of the host, what they are given; virtual
-// memory that was imported is mapped into a reservation, wants access before it is touched, and
-// leaves in the reverse order.
+// Of the real one's rules it keeps those that are easily broken: a handle is of an allocation's
+// base, of no memory with VMM, and never opened by the process that made it; copies touch only
+// device memory that is mapped and, of the host, what they are given; virtual memory that was
+// imported is mapped into a reservation, wants access before it is touched, and leaves in the
+// reverse order.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -164,8 +164,10 @@ int fake_alloc(uint64_t* out, size_t bytes, int device, int kind, uint64_t types
 enum { HANDLES = 64 };
 static int handles[HANDLES];  // of virtual memory: descriptors of the objects
 static int handle_types[HANDLES];
+void fake_lazily(int wanted);
 void fake_free_all(void) {
     ONE_CALL;
+    fake_lazily(0);
     for (int i = 0; i < HANDLES; ++i) {
         if (handles[i] > 0) close(handles[i]);
         handles[i] = 0;
@@ -481,19 +483,7 @@ int cuMemHostGetDevicePointer_v2(uint64_t* out, uint64_t at, unsigned flags) {
     return OK;
 }
 
-int cuStreamCreate(uintptr_t* out, unsigned flags) {
-    ENTER;
-    *out = 7;
-    return context && flags == 1 ? OK : INVALID_CONTEXT;
-}
-int cuStreamDestroy_v2(uintptr_t stream) {
-    ENTER;
-    return stream == 7 ? OK : INVALID_VALUE;
-}
-int cuStreamSynchronize(uintptr_t stream) {
-    ENTER;
-    return stream == 7 ? OK : INVALID_VALUE;
-}
+#include "fake_stream.h"
 static int words_on;  // the context whose stream wrote the last word
 int fake_words_on(void) { return words_on; }
 int cuStreamWriteValue64_v2(uintptr_t stream, uint64_t at, uint64_t value, unsigned flags) {
@@ -503,6 +493,18 @@ int cuStreamWriteValue64_v2(uintptr_t stream, uint64_t at, uint64_t value, unsig
     words_on = (int)context - 100;
     if (!fake_pinned(at) || flags) return INVALID_VALUE;
     __atomic_store_n((uint64_t*)at, value, __ATOMIC_RELEASE);
+    return OK;
+}
+static int move_2d(void* what) {
+    const Copy2D* c = what;
+    int save = c->srcType == 2;
+    char* device = (char*)(save ? c->srcDevice : c->dstDevice);
+    char* host = save ? c->dstHost : (char*)c->srcHost;
+    for (size_t y = 0; y < c->height; ++y) {
+        char* d = device + y * (save ? c->srcPitch : c->dstPitch);
+        char* h = host + y * (save ? c->dstPitch : c->srcPitch);
+        memcpy(save ? h : d, save ? d : h, c->width);
+    }
     return OK;
 }
 int cuMemcpy2DAsync_v2(const Copy2D* c, uintptr_t stream) {
@@ -520,14 +522,20 @@ int cuMemcpy2DAsync_v2(const Copy2D* c, uintptr_t stream) {
         return INVALID_VALUE;
     if (r->device != (int)context - 100) return INVALID_CONTEXT;
     if (!in_one_pin((uint64_t)host, (c->height - 1) * host_pitch + c->width)) return INVALID_VALUE;
-    for (size_t y = 0; y < c->height; ++y) {
-        char *d = (char*)device + y * pitch, *h = (char*)host + y * host_pitch;
-        memcpy(save ? h : d, save ? d : h, c->width);
-    }
-    return OK;
+    return put(move_2d, c, sizeof *c);
 }
 
 static int on_stream(uintptr_t stream) { return context && (stream == 7 || stream == 0); }
+typedef struct {
+    void* to;
+    const void* from;
+    size_t bytes;
+} Bytes;
+static int move_bytes(void* what) {
+    Bytes* b = what;
+    memcpy(b->to, b->from, b->bytes);
+    return OK;
+}
 // One piece: exactly one of the two sides is device memory, wholly inside it and on this GPU.
 static int piece(uint64_t to, uint64_t from, size_t bytes) {
     Range *a = find(to), *b = find(from), *r = a ? a : b;
@@ -535,8 +543,7 @@ static int piece(uint64_t to, uint64_t from, size_t bytes) {
     if (!a == !b || !bytes || device + bytes > r->base + r->bytes) return INVALID_VALUE;
     if (r->device != (int)context - 100) return INVALID_CONTEXT;
     if (!in_one_pin(host, bytes)) return INVALID_VALUE;
-    memcpy((void*)to, (void*)from, bytes);
-    return OK;
+    return put(move_bytes, &(Bytes){(void*)to, (void*)from, bytes}, sizeof(Bytes));
 }
 typedef struct {
     int order, src_type, src_id, dst_type, dst_id;
@@ -582,12 +589,24 @@ int cuMemcpyDtoHAsync_v2(uint64_t host, uint64_t at, size_t bytes, uintptr_t str
     ENTER;
     return on_stream(stream) ? piece(host, at, bytes) : INVALID_CONTEXT;
 }
+// What is not pinned is staged by the driver: it is read before the call returns.
+static int move_staged(void* what) {
+    Bytes* b = what;
+    memcpy(b->to, b + 1, b->bytes);
+    return OK;
+}
 int cuMemcpyHtoDAsync_v2(uint64_t at, const void* host, size_t bytes, uintptr_t stream) {
     ENTER;
-    Range* r = find(at);  // of any host memory: what is not pinned is staged by the driver
+    Range* r = find(at);
     if (!on_stream(stream) || !r || at + bytes > r->base + r->bytes) return INVALID_VALUE;
-    memcpy((void*)at, host, bytes);
-    return OK;
+    Bytes b = {(void*)at, host, bytes};
+    if (fake_pinned((uint64_t)host)) return put(move_bytes, &b, sizeof b);
+    Bytes* staged = malloc(sizeof b + bytes);
+    *staged = b;
+    memcpy(staged + 1, host, bytes);
+    int rc = put(move_staged, staged, sizeof b + bytes);
+    free(staged);
+    return rc;
 }
 
 int cuDeviceGetPCIBusId(char* out, int length, int device) {
@@ -628,36 +647,33 @@ int cuModuleGetFunction(uintptr_t* out, uintptr_t module, const char* name) {
     *out = module;
     return strcmp(name, "kv_move") ? INVALID_VALUE : OK;
 }
+// kv_move's arguments: seven of eight bytes and four of four, as they are at the launch.
+enum { ARGUMENTS = 11, WIDE = 7 };
+typedef struct {
+    int width;
+    unsigned blocks, threads;
+    uint64_t arguments[ARGUMENTS];
+} Launch;
+static int launch(void* what) {
+    Launch* l = what;
+    void* arguments[ARGUMENTS];
+    for (int i = 0; i < ARGUMENTS; ++i) arguments[i] = &l->arguments[i];
+    return fake_kernel(l->width, l->blocks, l->threads, arguments);
+}
 int cuLaunchKernel(uintptr_t function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
                    unsigned by, unsigned bz, unsigned shared, uintptr_t stream, void** arguments,
                    void** extra) {
     ENTER;
     if (!on_stream(stream) || gy * gz * by * bz != 1 || shared || extra) return INVALID_VALUE;
-    return fake_kernel((int)function - 1000, gx, bx, arguments);
+    Launch l = {.width = (int)function - 1000, .blocks = gx, .threads = bx};
+    for (int i = 0; i < ARGUMENTS; ++i) memcpy(&l.arguments[i], arguments[i], i < WIDE ? 8 : 4);
+    return put(launch, &l, sizeof l);
 }
 
-// What only the steps of `make gpu` call. Events: everything is over when it was queued; one that is
-// shared is a file in /dev/shm.
-int cuEventCreate(uintptr_t* out, unsigned flags) {
-    ENTER;
-    *out = 1;
-    return context && flags & 2 ? OK : INVALID_VALUE;
-}
-int cuEventRecord(uintptr_t event, uintptr_t stream) {
-    ENTER;
-    return event == 1 && (!stream || stream == 7) ? OK : INVALID_VALUE;
-}
-int cuEventQuery(uintptr_t event) {
-    ENTER;
-    return event == 1 ? OK : INVALID_VALUE;
-}
-int cuEventDestroy_v2(uintptr_t event) {
-    ENTER;
-    return event == 1 ? OK : INVALID_VALUE;
-}
+// What only the steps of `make gpu` call. An event that is shared is a file in /dev/shm.
 int cuIpcGetEventHandle(Handle* handle, uintptr_t event) {
     ENTER;
-    if (event != 1) return INVALID_VALUE;
+    if (!event_of(event)) return INVALID_VALUE;
     snprintf((char*)handle->reserved, sizeof *handle, "/kvferry-fake-gpu-%d-event", getpid());
     int fd = shm_open((char*)handle->reserved, O_CREAT | O_RDWR, 0600);
     if (fd < 0) return MAP_FAILED_;
@@ -666,11 +682,10 @@ int cuIpcGetEventHandle(Handle* handle, uintptr_t event) {
 }
 int cuIpcOpenEventHandle(uintptr_t* out, Handle handle) {
     ENTER;
-    *out = 1;
     int fd = shm_open((char*)handle.reserved, O_RDWR, 0600);
     if (fd < 0) return MAP_FAILED_;
     close(fd);
-    return OK;
+    return new_event(out);
 }
 int cuMemAlloc_v2(uint64_t* out, size_t bytes) {
     ENTER;

@@ -21,6 +21,9 @@ uint32_t crc32c(const void* data, size_t bytes, uint32_t seed = 0) noexcept;
 // memcpy(dst, src, bytes) and the CRC of what was copied, in one pass. The ranges do not overlap.
 uint32_t crc32c_copy(void* dst, const void* src, size_t bytes, uint32_t seed = 0) noexcept;
 
+// crc32c(a followed by b) of the checksums of both, b's with seed 0; b has `second_bytes` bytes.
+uint32_t crc32c_joined(uint32_t first, uint32_t second, size_t second_bytes) noexcept;
+
 // The kernel without special instructions: the reference of the tests, the fallback elsewhere.
 uint32_t crc32c_portable(const void* data, size_t bytes, uint32_t seed = 0) noexcept;
 

@@ -76,6 +76,19 @@ uint32_t crc32c(const void* data, size_t bytes, uint32_t seed) noexcept {
     return crc32c_portable(data, bytes, seed);
 }
 
+// By squaring, because a piece has millions of bits. first * x^(8 * second_bytes) is what `first`
+// is after as many zero bytes; that both are complemented at either end cancels out.
+uint32_t crc32c_joined(uint32_t first, uint32_t second, size_t second_bytes) noexcept {
+    uint32_t square = crc_detail::power_of_x(8);
+    for (; second_bytes > 0; second_bytes >>= 1) {
+        if ((second_bytes & 1) != 0) {
+            first = crc_detail::multiply(first, square);
+        }
+        square = crc_detail::multiply(square, square);
+    }
+    return first ^ second;
+}
+
 uint32_t crc32c_copy(void* dst, const void* src, size_t bytes, uint32_t seed) noexcept {
 #if defined(KVFERRY_CRC_KERNEL)
     if (crc32c_has_cpu_kernel()) {

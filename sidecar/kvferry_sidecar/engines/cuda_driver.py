@@ -19,6 +19,7 @@ UUID_BYTES = 16
 HANDLE_BYTES = 64
 _ADDRESS = c_uint64  # CUdeviceptr
 _NON_BLOCKING = 1  # a stream that does not wait for the default one
+_NO_TIMING = 2  # of an event that is only waited for
 _LAZY_PEER_ACCESS = 1  # the only flag of cuIpcOpenMemHandle
 _PORTABLE_AND_MAPPED = 3
 _NOT_FOUND = 500
@@ -63,6 +64,10 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetUuid_v2": (POINTER(c_char * UUID_BYTES), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuDriverGetVersion": (POINTER(c_int),),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventSynchronize": (c_void_p,),
     "cuInit": (c_uint,),
     "cuIpcCloseMemHandle": (_ADDRESS,),
     "cuIpcOpenMemHandle_v2": (POINTER(_ADDRESS), IpcHandle, c_uint),
@@ -322,6 +327,12 @@ class Driver:
         stream = c_void_p()
         self("cuStreamCreate", byref(stream), _NON_BLOCKING)
         return stream
+
+    def event(self) -> c_void_p:
+        """Return a new event of the current GPU."""
+        event = c_void_p()
+        self("cuEventCreate", byref(event), _NO_TIMING)
+        return event
 
     def pin(self, address: int, total_bytes: int) -> None:
         """Register host memory for all GPUs of this process."""

@@ -146,11 +146,15 @@ class PinnedPool:
             )
             self._thread.start()
 
+    def has(self, end: int) -> bool:
+        """Whether the pool is pinned up to byte ``end``, so that ``wait`` returns at once."""
+        return self._pinned_to >= end
+
     def wait(self, end: int) -> None:
         """Return once the pool is pinned up to byte ``end``. Raises CudaError when it never is."""
         with self._moved:
-            self._moved.wait_for(lambda: self._pinned_to >= end or self._ended())
-            if self._pinned_to < end:
+            self._moved.wait_for(lambda: self.has(end) or self._ended())
+            if not self.has(end):
                 raise CudaError(str(self.failure or "the pool is being closed"))
 
     def chunks_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import structlog
 from kvferry_connector.wire.attach import Memory
-from kvferry_sidecar.engines import cuda, cuda_memory
+from kvferry_sidecar.engines import cuda, cuda_lane, cuda_memory
 from kvferry_sidecar.engines.base import CopyStatus, Direction, PoolSpan
 from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
 from kvferry_sidecar.engines.cuda_choice import Ways
 from kvferry_sidecar.engines.cuda_driver import ERRORS, LOST, CudaError, Driver
+from kvferry_sidecar.engines.cuda_lane import Job, Lane
 from kvferry_sidecar.engines.cuda_modes import RectMover
 from kvferry_sidecar.geometry.device import DeviceMemory
 from support.copying import SHAPES, Pool, extents_of, layer_outermost
@@ -67,7 +68,7 @@ def test_no_copy_lies_in_two_registrations(
 
 
 def two_slices(monkeypatch: pytest.MonkeyPatch, driver: Driver, **options: int) -> CudaCopyEngine:
-    monkeypatch.setattr(cuda, "slice_bytes_max", 1)
+    monkeypatch.setattr(cuda_lane, "slice_bytes_max", 1)
     pool = Pool(1 << 20)
     span = PoolSpan(pool.address, pool.total_bytes, pool.total_bytes, 1 << 16, pool)
     engine = CudaCopyEngine(span, LOG, driver, GpuOptions("rect", **options))
@@ -85,7 +86,7 @@ def test_a_save_stands_back_between_slices_while_there_are_loads(
     engine._loads[0] = 1  # a load is open
     gpu.forget()
     engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
-    wait_until(lambda: gpu.calls("cuStreamSynchronize"), "the first slice is done")
+    wait_until(lambda: gpu.calls("cuEventSynchronize"), "the first slice is done")
     assert engine.collect() == []
     with engine._moved:
         engine._loads[0] = 0
@@ -98,7 +99,8 @@ def test_a_save_stands_back_between_slices_while_there_are_loads(
 @pytest.mark.parametrize(
     ("mode", "call"),
     [
-        ("rect", "cuStreamCreate"), ("rect", "cuMemcpy2DAsync_v2"), ("rect", "cuStreamSynchronize"),
+        ("rect", "cuStreamCreate"), ("rect", "cuMemcpy2DAsync_v2"), ("rect", "cuEventCreate"),
+        ("rect", "cuEventRecord"), ("rect", "cuEventSynchronize"),
         ("batch", "cuMemcpyBatchAsync"), ("kernel", "cuLaunchKernel"),
         ("kernel", "cuMemcpyHtoDAsync_v2"), ("rect", "cuMemHostRegister_v2"),
     ],
@@ -134,13 +136,13 @@ def test_a_cancel_ends_the_rest_of_a_share(driver: Driver, monkeypatch: pytest.M
     shape = SHAPES[0]
     layout = shape.layout(GpuEngineMemory(shape.total_bytes))
     began = threading.Event()
-    stand_back = engine._stand_back
+    stand_back = engine.stand_back
 
-    def long_rest(job: object, _slice_s: float) -> None:
+    def long_rest(job: Job, _slice_s: float) -> None:
         began.set()
         stand_back(job, 3600.0)
 
-    monkeypatch.setattr(engine, "_stand_back", long_rest)
+    monkeypatch.setattr(engine, "stand_back", long_rest)
     engine.submit(1, Direction.SCATTER, extents_of(layout, [1, 2], [0, 65536], crc=False))
     assert began.wait(90)
     with ThreadPoolExecutor(1) as closing:
@@ -158,17 +160,17 @@ def test_who_sees_a_result_may_close_the_memory(
     layout = shape.layout(GpuEngineMemory(shape.total_bytes))
     memory = weakref.ref(layout.memory)
     begin, held_then = threading.Event(), []
-    run, wake = engine.run, os.eventfd_write
+    copy, wake = Lane._copy, os.eventfd_write
 
-    def run_later(*job: object) -> None:
+    def copy_later(lane: Lane, job: Job) -> None:
         assert begin.wait(90)
-        run(*job)
+        copy(lane, job)
 
     def noted(fd: int, value: int) -> None:
         held_then.append(memory() is not None)
         wake(fd, value)
 
-    monkeypatch.setattr(engine, "run", run_later)
+    monkeypatch.setattr(Lane, "_copy", copy_later)
     monkeypatch.setattr(cuda.os, "eventfd_write", noted)
     engine.submit(1, Direction.GATHER, extents_of(layout, [1, 2], [0, 65536]))
     del layout
