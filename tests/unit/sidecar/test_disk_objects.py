@@ -77,6 +77,17 @@ def test_who_asks_a_disk_is_told_what_becomes_of_it() -> None:
         objects.on_disk(disk.name, b"", 10, bed.now_s)
 
 
+def test_what_is_dropped_from_disks_stays_elsewhere() -> None:
+    bed = Bed(sources=("disk", "external"))
+    keys = [key_of(n) for n in range(3)]
+    for slow in bed.slow:
+        slow.stored.update(dict.fromkeys(keys, ((), ())))
+    wanted = Filter(keys=[key.hex() for key in keys[:2]])
+    bed.pipeline.objects.drop(wanted, "disk", 0, bed.now_s, dry_run=False)
+    bed.run_stores()
+    assert [list(slow.stored) for slow in bed.slow] == [keys[2:], keys]
+
+
 def test_the_command_line_lists_and_drops_what_disks_have(tmp_path, capsys) -> None:
     paths = [tmp_path / name for name in ("a", "b")]
     for path in paths:
