@@ -87,7 +87,14 @@ class SimRank:
         self.bound = False
         self.stopped_until_s = 0.0
         self.half = WorkerHalf(
-            SimpleNamespace(parallel_config=SimpleNamespace(rank=rank)),
+            SimpleNamespace(
+                parallel_config=SimpleNamespace(
+                    rank=rank,
+                    tensor_parallel_size=shape.ranks,
+                    pipeline_parallel_size=1,
+                    decode_context_parallel_size=1,
+                )
+            ),
             None,
             CONFIG,
         )
