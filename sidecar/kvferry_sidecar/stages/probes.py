@@ -196,7 +196,7 @@ class Probes:
     def _answer(
         self, peer: Peer, ask: Ask, now_s: float, *, wait: bool = True
     ) -> Answer | NeedFull | None:
-        """Return the answer; None when staging will answer later."""
+        """Return the answer; None when it went out already, or staging will answer later."""
         session = peer.session
         key = LeaseKey(session.life, ask.admission)
         closed = self._core.closed(session)
@@ -227,7 +227,10 @@ class Probes:
         if look is not None and wait and self.staging.hold(look, peer, ask, now_s):
             self._core.journal.held(session, ask.admission, now_s)
             return None
-        return self._fresh_answer(peer, shape, admission, ask, now_s)
+        answer = self._fresh_answer(peer, shape, admission, ask, now_s)
+        self._core.send(peer, answer)  # before it is counted: an engine waits for it
+        self._count(session, shape, admission, ask, answer, now_s=now_s)
+        return None
 
     def _fresh_answer(
         self, peer: Peer, shape: SessionShape, admission: Admission, ask: Ask, now_s: float
@@ -257,15 +260,12 @@ class Probes:
             )
             self._core.leases.add(lease)
             admission.leased = True
-            answer = self._leased(ask, lease)
-        elif taken is not None:
+            return self._leased(ask, lease)
+        if taken is not None:
             self._core.declines[taken] += 1
-            answer = Answer(ask.admission, ask.seq, ask.local_tokens, {}, taken)
-        else:
-            reason = self._shortfall(LeaseKey(peer.session.life, ask.admission), ask, hit_tokens)
-            answer = Answer(ask.admission, ask.seq, hit_tokens, {}, reason)
-        self._count(peer.session, shape, admission, ask, answer, now_s=now_s)
-        return answer
+            return Answer(ask.admission, ask.seq, ask.local_tokens, {}, taken)
+        reason = self._shortfall(LeaseKey(peer.session.life, ask.admission), ask, hit_tokens)
+        return Answer(ask.admission, ask.seq, hit_tokens, {}, reason)
 
     def _take(
         self,
