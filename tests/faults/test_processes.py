@@ -52,7 +52,7 @@ def test_a_killed_worker_with_a_load_in_flight_leaves_nothing(sidecar: SidecarUn
     assert not session["ready"]
     assert engine.lease("in flight", 3)[1].reason == "not-ready", "and not a hit for nobody"
     scheduler.leave()
-    wait_until(lambda: descriptors(pid) == fds, "every descriptor is closed")
+    wait_until(lambda: descriptors(pid) <= fds, "every descriptor is closed")
     assert read_status(sidecar.run_dir)["sessions"] == []
     life = os.urandom(16)
     scheduler, worker = attach_pair(sidecar.run_dir, memory, life, "next")

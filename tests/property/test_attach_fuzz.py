@@ -97,7 +97,7 @@ def test_a_reader_that_never_reads_is_closed(target: Target) -> None:
             ),
             "the stream was given up",
         )
-    assert cpu_s(target.pid) - before_s < 0.4
+    assert cpu_s(target.pid) - before_s < 1
 
 
 # --- who and with what ---------------------------------------------------------------------------

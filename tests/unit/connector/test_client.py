@@ -315,9 +315,9 @@ def test_receive_waits_no_longer_than_asked(serve: Serve, client_for: Attach) ->
     for admission in range(200):  # an edge that is missed would end in a wait of a full second
         sidecar.do(hint=admission, epoch=1, generation=1, to="half-1")
         start = time.perf_counter()
-        ((message, _),) = client.receive(link, wait_us=30_000_000)
+        ((message, _),) = client.receive(link, wait_us=300_000_000)
         assert message == hot.Hint(admission, 64, 4)
-        assert time.perf_counter() - start < 20
+        assert time.perf_counter() - start < 200
 
 
 def test_without_a_sidecar_nothing_blocks(client_for: Attach, tmp_path: Path) -> None:
@@ -327,8 +327,8 @@ def test_without_a_sidecar_nothing_blocks(client_for: Attach, tmp_path: Path) ->
     gone = Link(1, 1, 1, ())
     start = time.perf_counter()
     assert not client.send(gone, hot.Release([1]))
-    assert client.receive(gone, wait_us=10_000_000) == []
-    assert time.perf_counter() - start < 9
+    assert client.receive(gone, wait_us=300_000_000) == []
+    assert time.perf_counter() - start < 200
 
 
 def test_a_forked_child_starts_anew(serve: Serve, tmp_path: Path) -> None:

@@ -91,9 +91,9 @@ def test_an_idle_loop_sleeps() -> None:
         return ends_s - now_s
 
     loop.add_ticker("stop", stop_later)
-    cpu_s = time.process_time()
+    cpu_s = time.thread_time()
     assert loop.run() == 3
-    assert time.process_time() - cpu_s < 0.1
+    assert time.thread_time() - cpu_s < 0.1
     assert loop.stats().turns < 20
     loop.close()
 
