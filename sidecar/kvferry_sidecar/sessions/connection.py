@@ -103,7 +103,11 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes now. Raises PeerGoneError."""
+        """Send what the socket takes now; what a peer that has closed cannot take is dropped.
+
+        That is no end yet: what it said before is still to be read, a Bye above all. Raises
+        PeerGoneError.
+        """
         while self._out:
             first = self._out[0]
             rights = array.array("i", first.fds)
@@ -111,6 +115,10 @@ class Connection:
             try:
                 sent = self.stream.sendmsg([first.data], ancillary, socket.MSG_NOSIGNAL)
             except (BlockingIOError, InterruptedError):
+                return
+            except (BrokenPipeError, ConnectionResetError):
+                self._out.clear()
+                self._out_bytes = 0
                 return
             except OSError as error:
                 raise PeerGoneError(str(error)) from error

@@ -239,6 +239,16 @@ def test_a_half_that_never_registered_leaves_with_its_stream(node: Node) -> None
 # --- memory ------------------------------------------------------------------------------------
 
 
+def test_a_bye_counts_although_the_answer_to_a_word_before_it_finds_nobody(node: Node) -> None:
+    half, _ = attached(node)
+    registered(half, engine_registration())
+    half.send(Heartbeat(1, 0, []))
+    half.send(Bye())
+    half.stream.close()
+    node.pump(lambda: not node.registry.sessions, "it has left")
+    assert len(node.pipeline.named("bye")) == 1
+
+
 def test_mappings_stay_until_the_copies_have_stopped(node: Node, children: list[Child]) -> None:
     gc.collect()
     before = len(mapped_files())
