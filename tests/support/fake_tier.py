@@ -6,7 +6,7 @@ Objects are values as in fake_copies.py, one per shard, at the payload's address
 from __future__ import annotations
 
 from kvferry_sidecar.tiers.runner import Call, CallResult, Drop, Find, Get, Put
-from kvferry_sidecar.tiers.store import Item
+from kvferry_sidecar.tiers.store import Item, Whose
 from support.fake_copies import FakeCopies, checksum
 
 
@@ -26,6 +26,7 @@ class FakeTier:
         self.batch_max = 4
         self.threads = threads
         self.stored: dict[bytes, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # values, crcs
+        self.whose: dict[bytes, Whose] = {}  # as last put
         self.open: dict[int, Call] = {}  # as submitted
         self.answering = True  # False: every call fails as a whole
         self._copies = copies
@@ -71,6 +72,7 @@ class FakeTier:
                 for item in call.items:
                     values = tuple(self._copies.memory[at] for at in self._places(item))
                     self.stored[item.key] = (values, item.crcs)
+                    self.whose[item.key] = item.whose
                 result = CallResult(ticket, True, 0.0, stored=(True,) * len(call.items))
             case Drop():
                 for key in call.keys:

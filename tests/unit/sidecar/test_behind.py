@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from kvferry_connector.wire.hot import Answer, Ask
+from kvferry_connector.wire.hot import Answer, Ask, Release
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.stages.objects import Filter
+from kvferry_sidecar.stages.warm import Wanted
 from kvferry_sidecar.tiers.runner import Find, Put
+from kvferry_sidecar.tiers.store import Whose
 from support.pipeline_bed import BLOCK, Bed, make_engine
 
 
@@ -65,6 +68,40 @@ def test_policy_reused_writes_what_a_load_used():
     bed.pass_s(0)
     bed.run_stores()
     assert len(bed.slow[0].stored) == 2
+    assert set(bed.slow[0].whose.values()) == {whose(bed)}
+
+
+def whose(bed):
+    """Return whose all objects of the pool are."""
+    (found,) = {
+        (one.namespace, one.group) for one in bed.pipeline.objects.page(Filter(), 0, 99).objects
+    }
+    return Whose(bytes.fromhex(found[0]), found[1])
+
+
+def test_a_put_says_whose_the_object_is_wherever_it_came_from():
+    bed, engine = Bed(sources=("disk", "external")), make_engine()
+    bed.stored(engine, 1, 3)
+    mine = whose(bed)
+    assert any(mine.namespace)
+    bed.pass_s(0)
+    bed.run_stores()
+    disk, external = bed.slow
+    objects = [Wanted(*mine, key) for key in disk.stored]
+    for fetch in (
+        lambda: (bed.probe(engine, 1, 1, 3), ask(bed, engine)),
+        lambda: bed.pipeline.warmer.add(objects, bed.now_s, dry_run=False),
+    ):
+        assert disk.whose == external.whose == dict.fromkeys(disk.stored, mine)
+        disk.stored.clear()
+        disk.whose.clear()
+        bed.say(engine.scheduler, Release([1]))
+        bed.pipeline.clear_pool()
+        fetch()
+        bed.run_stores()
+        bed.pass_s(0)
+        bed.run_stores()
+    assert disk.whose == external.whose == dict.fromkeys(disk.stored, mine)
 
 
 def test_policy_none_only_reads():
