@@ -251,7 +251,7 @@ class Pipeline:
         if now_s >= self._drain_end_s:
             self._jobs.stop_all(End(JobStatusName.FAILED, Reason.DRAINED), now_s)
         if not self._jobs.open_parts() and not self._violations:
-            self._violations = self._core.ledger.integrity(())
+            self._violations = self._core.ledger.audit()
             for violation in self._violations:
                 self._core.log.error("ledger", violation=violation)
 

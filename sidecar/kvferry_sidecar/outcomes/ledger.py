@@ -99,9 +99,11 @@ class Ledger:
         self._stages = {kind: [Histogram(SECONDS) for _ in STAGES] for kind in KINDS}
         self._bytes = {kind: Histogram(BYTES) for kind in KINDS}
         self._new: list[tuple[str, int, tuple[float, float, float]]] = []  # not counted yet
+        self._changed = False  # since the last audit
 
     def accept(self, session: SessionName, part: PartKey, kind: str) -> None:
         """A part was taken; it must end exactly once. ``kind`` is "load" or "save"."""
+        self._changed = True
         if part in self._open:
             self._fault(f"{part} was accepted twice")
             return
@@ -121,6 +123,7 @@ class Ledger:
         stages: tuple[float, float, float] = (0.0, 0.0, 0.0),
     ) -> None:
         """The one end of an accepted part, after its copies stopped; ``stages``: see STAGES."""
+        self._changed = True
         entry = self._open.pop(part, None)
         if entry is None:
             self._fault(f"{part} ended without being open")
@@ -170,6 +173,11 @@ class Ledger:
         """Bytes of parts, by kind."""
         self._take_in()
         return {kind: histogram.reading() for kind, histogram in self._bytes.items()}
+
+    def audit(self) -> list[str]:
+        """Violations while nothing is open; looked for once after each change."""
+        changed, self._changed = self._changed, False
+        return self.integrity(()) if changed else []
 
     def integrity(self, running: Collection[PartKey]) -> list[str]:
         """Violations of the account; ``running`` are the parts that really are open."""

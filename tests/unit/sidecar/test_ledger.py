@@ -36,6 +36,20 @@ def test_integrity_names_what_is_wrong():
     assert len(ledger.integrity([])) == 2
 
 
+def test_an_idle_account_is_audited_once_after_each_change(monkeypatch):
+    ledger, looked = Ledger(8), []
+    monkeypatch.setattr(ledger, "integrity", lambda running: looked.append(running) or ["wrong"])
+    assert ledger.audit() == []
+    for change in (
+        lambda: ledger.accept(A, PartKey(1, 1), "save"),
+        lambda: ledger.end(PartKey(1, 1), DONE, Reason.NONE, 1, 0.0),
+        lambda: ledger.end(PartKey(1, 1), DONE, Reason.NONE, 1, 0.0),  # a fault
+    ):
+        change()
+        assert [ledger.audit() for _ in range(3)] == [["wrong"], [], []]
+    assert looked == [()] * 3
+
+
 def test_old_sessions_are_folded_and_the_sum_stays():
     ledger = Ledger(2)
     for number in range(10):

@@ -11,6 +11,7 @@ from kvferry_connector.wire.hot import (
 )
 from kvferry_sidecar.engines.base import CopyStatus
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.outcomes.ledger import PartKey
 from support.pipeline_bed import BLOCK, Bed, make_engine, table, value_of
 
 
@@ -63,6 +64,28 @@ def test_a_key_is_visible_only_when_all_ranks_are_in_place():
     assert bed.probe(engine, 2, 1, 2)[0].hit_tokens == 0
     bed.run_copies()
     assert bed.probe(engine, 3, 1, 2)[0].hit_tokens == 2 * BLOCK
+
+
+def test_an_idle_pipeline_finds_a_part_that_never_ended():
+    bed, engine = Bed(), make_engine()
+    bed.stored(engine, 1, 2)
+    bed.pass_s(1.0)
+    assert bed.pipeline.snapshot().violations == []
+    bed.pipeline._core.ledger.accept(engine.session.key, PartKey(9, 9), "save")
+    bed.pass_s(1.0)
+    assert bed.pipeline.snapshot().violations == ["open in the ledger: 1, really open: 0"]
+
+
+def test_an_answer_goes_out_before_it_is_counted():
+    bed, engine = Bed(), make_engine()
+    bed.stored(engine, 1, 2)
+    bed.probe(engine, 1, 1, 2)
+    core, counted = bed.pipeline._core, []
+    send = core.send
+    counters = bed.pipeline._probes.counters
+    core.send = lambda peer, message: (counted.append(counters.hit_requests), send(peer, message))
+    assert bed.ask(engine, 1).hit_tokens == 2 * BLOCK
+    assert (counted, counters.hit_requests) == ([0], 1)
 
 
 def test_an_outcome_of_a_save_goes_out_after_its_commit():
