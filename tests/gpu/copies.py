@@ -14,10 +14,12 @@ import numpy as np
 import structlog
 from gpu import device
 from gpu.runner import TESTS, Sizes
+from kvferry_native import Checksums
 from kvferry_sidecar.engines.base import Direction, Extents, PoolSpan
 from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
 from kvferry_sidecar.engines.cuda_modes import MODES
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
+from numpy.typing import NDArray
 from support.copying import Pool
 
 LAYERS = 32
@@ -47,6 +49,7 @@ class Bench:
         self.engine = CudaCopyEngine(span, log, device.driver(), options)
         self.engine.pin(device.driver(), 0)
         self.buffer = device.DeviceBuffer(device_bytes)
+        self.crcs: NDArray[np.uint32] | None = None  # of the last save with checksums
         self._tickets = 0
 
     def layout(self, page_bytes: int, blocks: int, layers: int) -> CudaLayout:
@@ -56,25 +59,61 @@ class Bench:
         same = np.full(layers, page_bytes, np.int64)
         return CudaLayout(memory, offsets, same, same, blocks)
 
-    def seconds(self, direction: Direction, layout: CudaLayout, count: int) -> float:
-        """Copy so many blocks and return how long it took."""
+    def seconds(
+        self, direction: Direction, layout: CudaLayout, count: int, *, crc: bool = False
+    ) -> float:
+        """Copy so many blocks and return how long it took; a load compares ``crcs`` of a save."""
         blocks = np.random.default_rng(count).permutation(np.arange(1, count + 1, dtype=np.int32))
         offsets = np.arange(count, dtype=np.uint64) * np.uint64(layout.payload_bytes)
         seeds = np.zeros(count, np.uint32)
+        expected = self.crcs if crc and direction is Direction.SCATTER else None
+        extents = Extents(layout, blocks, offsets, seeds, expected, crc)
         self._tickets += 1
         started_s = time.perf_counter()
-        self.engine.submit(
-            self._tickets, direction, Extents(layout, blocks, offsets, seeds, None, crc=False)
-        )
+        self.engine.submit(self._tickets, direction, extents)
         select.select([self.engine.wake_fd()], [], [])
         (result,) = self.engine.collect()
+        taken_s = time.perf_counter() - started_s
         assert result.moved_bytes == count * layout.payload_bytes, result
-        return time.perf_counter() - started_s
+        self.crcs = result.crcs if result.crcs is not None else self.crcs
+        return taken_s
 
     def close(self) -> None:
         """Give everything back."""
         self.engine.close()
         self.buffer.free()
+
+
+def checksummed(sizes: Sizes) -> dict[str, Any]:
+    """GB/s as sidecars copy, in the way they choose and with checksums, and the same without."""
+    limit = 4 << 20 if sizes.small else bytes_max
+    layers = 2 if sizes.small else LAYERS
+    bench = Bench(limit, limit + layers * (1 << 20))
+    figures: dict[str, Any] = {"checksums alone": round(limit / alone_s(bench.pool) / 1e9, 2)}
+    try:
+        for page_bytes, direction in product((4096, 65536, 1 << 20), Direction):
+            count = min(1024, limit // (page_bytes * layers))
+            layout = bench.layout(page_bytes, count + 1, layers)
+            for name, crc in (("plain", False), ("with checksums", True)):
+                taken_s = min(bench.seconds(direction, layout, count, crc=crc) for _ in range(3))
+                rate = round(count * layout.payload_bytes / taken_s / 1e9, 2)
+                figures[f"{direction.name.lower()} {page_bytes} x {count} {name}"] = rate
+    finally:
+        bench.close()
+    return figures
+
+
+def alone_s(pool: Pool) -> float:
+    """Return how long the checksums of a pool take in as many threads as a lane has."""
+    checksums = Checksums(GpuOptions().threads)
+    piece, step = np.array([pool.address], np.uint64), np.array([pool.total_bytes], np.uint64)
+    times = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        checksums.begin(piece, step, np.zeros(1, np.uint32))
+        checksums.end()
+        times.append(time.perf_counter() - started_s)
+    return min(times)
 
 
 def bandwidth(sizes: Sizes) -> dict[str, Any]:

@@ -32,6 +32,7 @@ STEPS = (
     Step("W-whole-sidecar", "gpu.whole:on_gpu", 90, needed=True),
     Step("F-interference", "gpu.load:interference", 70),
     Step("D-bandwidth", "gpu.copies:bandwidth", 90),
+    Step("D2-checksums", "gpu.copies:checksummed", 40),
     Step("E-pinning", "gpu.pinning:pin", 50),
     Step("G1-exporter-killed", "gpu.deaths:exporter", 25, needed=True),
     Step("G2-importer-killed", "gpu.deaths:importer", 25, needed=True),
