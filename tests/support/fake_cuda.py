@@ -161,6 +161,10 @@ class FakeGpu:
         """Have what is put on a stream run when somebody waits for it, and not before."""
         self._fake.fake_lazily(int(wanted))
 
+    def on_default_stream(self) -> int:
+        """How many copies and launches were put on the default stream."""
+        return int(self._fake.fake_on_default())
+
     def waiting(self) -> int:
         """How many copies and launches on a stream have not run yet."""
         return int(self._fake.fake_waiting())

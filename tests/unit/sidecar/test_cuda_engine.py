@@ -131,6 +131,34 @@ def test_what_is_no_loss_is_none(gpu: FakeGpu, driver: Driver) -> None:
     assert driver.lost is None
 
 
+def test_a_share_leaves_the_rest_of_the_time_to_others(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of the time copies, three quarters are left alone; nothing is under way then."""
+    engine = two_slices(monkeypatch, driver, share_percent=25)
+    shape = SHAPES[0]
+    layout = shape.layout(GpuEngineMemory(shape.total_bytes))
+    waits: list[float] = []
+    slices: list[float] = []
+    stand_back = engine.stand_back
+
+    def noted(job: Job, slice_s: float) -> None:
+        slices.append(slice_s)
+        assert job.holds == 1
+        stand_back(job, slice_s)
+
+    monkeypatch.setattr(engine, "stand_back", noted)
+    monkeypatch.setattr(engine._moved, "wait_for", lambda _until, wait_s: waits.append(wait_s))
+    for direction in Direction:
+        extents = extents_of(layout, [1, 2, 3], [0, 65536, 131072], crc=False)
+        engine.submit(1, direction, extents)
+        wait_until(engine.collect, "the copy ends")
+    assert len(slices) == 4
+    assert min(slices) > 0
+    assert waits[::2] == [pytest.approx(3 * slice_s) for slice_s in slices]
+    engine.close()
+
+
 def test_a_cancel_ends_the_rest_of_a_share(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = two_slices(monkeypatch, driver, share_percent=1)
     shape = SHAPES[0]

@@ -271,6 +271,7 @@ def test_results_are_those_of_copies_on_a_cpu(
     gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch, shape: Shape, mode: str
 ) -> None:
     gpu.lazily(True)
+    on_default = gpu.on_default_stream()
     for seed in range(2):
         monkeypatch.setattr(cuda_lane, "slice_bytes_max", (1 + seed) * shape.payload_bytes)
         want = copied(gpu, driver, shape, "host", seed)
@@ -278,3 +279,4 @@ def test_results_are_those_of_copies_on_a_cpu(
         assert want[0][0][0] is CopyStatus.DONE
         assert want[0][2][0] is CopyStatus.CHECKSUM
         assert found == want
+    assert gpu.on_default_stream() == on_default, "which waits for other streams"
