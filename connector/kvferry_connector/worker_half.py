@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvferry_connector.acks import Acks
 from kvferry_connector.client import Client
 from kvferry_connector.deputy import Deputy
-from kvferry_connector.describe import describe_rank, worker_shard
+from kvferry_connector.describe import describe_rank
 from kvferry_connector.export import FencePage, KvMemory
 from kvferry_connector.half import Half
 from kvferry_connector.jobs import JobOrder, Report
@@ -65,8 +65,6 @@ class WorkerHalf:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._config = config
         self._rank = int(vllm_config.parallel_config.rank)
-        shard = worker_shard(vllm_config)
-        self._last_stage = shard.pp_rank == shard.pp_size - 1
         self._memory = KvMemory()
         self._fence = FencePage()
         self._client: Client | None = None
@@ -254,14 +252,7 @@ class WorkerHalf:
     # --- outcomes ----------------------------------------------------------------------------
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests whose load has ended on this rank since the last call.
-
-        The model's forward has ended, perhaps not its step: with a drafter vLLM's V1 runner ends
-        it after the drafter's, and never on a pipeline stage before the last. There the drafter
-        has no layers, so the step's KV is written.
-        """
-        if self._bound is not None and not self._last_stage:
-            self.end_forward()
+        """Return the requests whose load has ended on this rank since the last call."""
         self._idle_steps += 1
         if self._open or self._idle_steps >= _IDLE_STEPS:
             self._idle_steps = 0

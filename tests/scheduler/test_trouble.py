@@ -111,7 +111,9 @@ def test_preempted_request_resumes_from_its_own_saves(tmp_path: Path) -> None:
     engine.assert_idle()
 
 
-@pytest.mark.parametrize(("event", "starts"), [("forgets", [0, 6, 0]), ("restarts", [0, 0])])
+@pytest.mark.parametrize(
+    ("event", "starts"), [("forgets", [0, 6, 0]), ("restarts", [0, 0]), ("cut", [0, 0])]
+)
 def test_preempted_request_sends_everything_to_whom_its_former_hashes_lack(
     tmp_path: Path, event: str, starts: list[int]
 ) -> None:
@@ -122,8 +124,10 @@ def test_preempted_request_sends_everything_to_whom_its_former_hashes_lack(
         engine.step()
     if event == "forgets":  # or never had them: a first probe is lost where a queue is full
         engine.node.known.clear()
-    else:
+    elif event == "restarts":
         engine.node.restart()
+    else:  # streamed input took hashes back
+        engine.half._requests["victim"].admission.hashes = 100
     engine.run()
     probes = [probe for probe in engine.node.sent(hot.Probe) if probe.request == "victim"]
     assert [probe.start for probe in probes] == starts

@@ -71,19 +71,12 @@ def order(job: int, epoch: int = EPOCH) -> JobOrder:
     return JobOrder(job, f"req-{job}", epoch, b"body-%d" % job, (b"tables-%d" % job,))
 
 
-def worker_half_over(
-    client: ScriptedClient, patch: pytest.MonkeyPatch, stages: int = 1
-) -> WorkerHalf:
-    """Return a registered worker half, rank 3 of 4 in the first stage, that talks to ``client``."""
+def worker_half_over(client: ScriptedClient, patch: pytest.MonkeyPatch) -> WorkerHalf:
+    """Return a registered worker half of rank 3 that talks to ``client``."""
     patch.setattr(worker_half, "describe_rank", lambda *_, **__: None)
     patch.setattr(worker_half, "Client", lambda *_: client)
     vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            rank=3,
-            tensor_parallel_size=4,
-            pipeline_parallel_size=stages,
-            decode_context_parallel_size=1,
-        ),
+        parallel_config=SimpleNamespace(rank=3),
         kv_transfer_config=SimpleNamespace(engine_id="e"),
         instance_id="i",
     )

@@ -103,26 +103,6 @@ def test_a_step_that_was_not_finished_is_not_finished_with_the_next(
     assert {job: reports[0].status for job, reports in meta.reports.items()} == {2: "failed"}
 
 
-@pytest.mark.parametrize("stages", [2, 1])
-def test_a_stage_without_the_drafter_saves_after_the_models_forward(
-    client: ScriptedClient, monkeypatch: pytest.MonkeyPatch, stages: int
-) -> None:
-    """As vLLM's V1 runner calls: only the last stage's ``wait_for_save``, after the drafter's."""
-    half = worker_half_over(client, monkeypatch, stages)
-    half.bind(FerryMetadata(7, (), (order(2),)))
-    half.results()
-    first = [(hot.Submit(b"body-2"), [b"tables-2"])]
-    assert client.sent == (first if stages == 2 else [])
-    assert fence_words(half) == (0, 7 if stages == 2 else 0)
-    if stages == 1:
-        half.end_forward()
-        half.results()
-    half.bind(FerryMetadata(8))
-    assert client.sent == first, "once"
-    assert half.worker_metadata() is None
-    half.shutdown()
-
-
 def test_an_outcome_that_comes_again_is_acknowledged_with_no_job_open(
     half: WorkerHalf, client: ScriptedClient
 ) -> None:

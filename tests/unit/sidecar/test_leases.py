@@ -61,6 +61,7 @@ def test_a_request_that_starts_anew_sends_only_its_new_hashes(bed, engine):
         {"former": 3},
         {"former": 9},
         {"start": 3, "predecessor": chain(1, 3, 2)},
+        {"start": 3},
         {"predecessor": b"x" * HASH_BYTES},
         {"version": b"v" * 16},
     ],
