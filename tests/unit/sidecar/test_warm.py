@@ -7,12 +7,14 @@ import json
 import pytest
 from kvferry_connector.wire.hot import Release
 from kvferry_sidecar.cli import main
+from kvferry_sidecar.cli.warm import wanted_objects
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.stages.objects import Filter
 from kvferry_sidecar.stages.warm import Wanted
 from kvferry_sidecar.tiers.runner import Find, Get
 from support.client_half import client_engine
-from support.pipeline_bed import Bed, make_engine
+from support.hybrid_bed import assert_loaded, hit, load, probe, save
+from support.pipeline_bed import BLOCK, HASH_BYTES, Bed, chain, make_engine
 from support.sidecar import running_sidecar, set_flags
 from support.slow_tiers import tier, wait_stored
 from support.waiting import wait_until
@@ -113,6 +115,42 @@ def test_a_drain_ends_it_with_the_batch_under_way() -> None:
     assert bed.pipeline.warmer.waiting() == 0
     assert dict(+bed.pipeline.warmer.counts) == {"fetched": 4, "failed": 6}
     bed.assert_clean()
+
+
+def test_a_prefix_brings_every_group_of_all_ranks(tmp_path) -> None:
+    """Blocks of different sizes and windows, of which objects exist at some hashes only."""
+    kinds = [
+        {"kind": "full", "block_tokens": 64},
+        {"kind": "swa", "window_tokens": 40, "block_tokens": 32, "save_rule": "held"},
+        {"kind": "swa", "window_tokens": 40, "save_rule": "held"},
+    ]
+    bed = Bed(slots=256, sources=("disk",))
+    engine = make_engine(kinds=kinds, num_blocks=1000, ranks=2)
+    bed.pipeline.on_session_ready(engine.session, bed.now_s)
+    save(bed, engine, 1, 257)
+    save(bed, engine, 2, 257)
+    bed.pass_s(0)
+    bed.run_stores()
+    below = len(bed.slow[0].stored)
+    bed.pipeline.clear_pool()
+    raw = chain(1, 256 // BLOCK)
+    hashes = [raw[at : at + HASH_BYTES].hex() for at in range(0, len(raw), HASH_BYTES)]
+    file = tmp_path / "prefixes"
+    file.write_text(json.dumps({"hashes": hashes}))
+    known = bed.pipeline.warmer.reading().namespaces
+    listed = list(wanted_objects(file, known))
+    objects = [
+        Wanted(bytes.fromhex(one.namespace), one.group, bytes.fromhex(one.key)) for one in listed
+    ]
+    bed.pipeline.warmer.add(objects, bed.now_s, dry_run=False)
+    bed.run_stores()
+    assert bed.pool.stats().ready == below // 2, "all of this prompt, nothing of the other"
+    bed.slow[0].stored.clear()
+    probe(bed, engine, 1, 1, 257)
+    bed.run_stores()
+    assert hit(bed, engine, 1, 257) == 256
+    assert load(bed, engine, 1, 256)[0].status == "done"
+    assert_loaded(engine, 1, 256)
 
 
 @pytest.fixture
