@@ -60,7 +60,12 @@ class Sleeper:
     def __init__(self, run_dir: Path, kind: str, patch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
         self._gpu, self._kind = gpu, kind
         config = SimpleNamespace(
-            parallel_config=SimpleNamespace(rank=0),
+            parallel_config=SimpleNamespace(
+                rank=0,
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+                decode_context_parallel_size=1,
+            ),
             kv_transfer_config=SimpleNamespace(engine_id="sleeper"),
             device_config=SimpleNamespace(device_type="cpu" if kind == "host" else "cuda"),
             instance_id="one",

@@ -67,7 +67,12 @@ class FakeMemory:
 def main(run_dir: str, kind: str) -> None:
     recording = read_recording()
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=0),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
         kv_transfer_config=SimpleNamespace(engine_id=f"stand-in-{os.getpid()}"),
         device_config=SimpleNamespace(device_type="cpu" if kind == "cpu" else "cuda"),
         instance_id="one",

@@ -62,7 +62,13 @@ def test_without_an_answer_jobs_stay_open_until_the_sidecar_does_not_know_them(
 
 
 def test_without_registered_memory_sleep_does_nothing(client: ScriptedClient) -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+    parallel = SimpleNamespace(
+        rank=0,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+    )
+    config = SimpleNamespace(parallel_config=parallel)
     half = WorkerHalf(config, None, FerryConfig())
     half.unregister()
     half.restore()
