@@ -181,11 +181,11 @@ def bytes_at(address: int, total_bytes: int) -> NDArray[np.uint8]:
 
 
 class GpuEngineMemory:
-    """support.copying.EngineMemory on the fake GPU."""
+    """support.copying.EngineMemory on a fake GPU."""
 
-    def __init__(self, total_bytes: int, seed: int = 1) -> None:
-        address = FakeGpu().alloc(total_bytes)
-        self._memory = DeviceMemory(0, address, total_bytes)
+    def __init__(self, total_bytes: int, seed: int = 1, device: int = 0) -> None:
+        address = FakeGpu().alloc(total_bytes, device)
+        self._memory = DeviceMemory(device, address, total_bytes)
         self.view = bytes_at(address, total_bytes)
         self.view[:] = np.random.default_rng(seed).integers(0, 256, total_bytes, dtype=np.uint8)
 

@@ -135,6 +135,7 @@ class Lane:
             self._copy(job)
             del job
         self._finish()
+        self._checksums = None  # and with it its threads
         if self._ways is not None:
             self._ways.close()
         with suppress(CudaError):  # of a lost context: it falls with this process

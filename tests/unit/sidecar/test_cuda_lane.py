@@ -18,6 +18,7 @@ from kvferry_sidecar.engines import cuda, cuda_lane, cuda_memory
 from kvferry_sidecar.engines.base import CopyResult, CopyStatus, Direction, PoolSpan
 from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
 from kvferry_sidecar.engines.cuda_driver import Driver
+from kvferry_sidecar.engines.cuda_modes import MODES
 from kvferry_sidecar.engines.host import HostCopyEngine
 from numpy.typing import NDArray
 from support.copying import SHAPES, EngineMemory, Pool, Shape, extents_of, layer_outermost
@@ -216,6 +217,27 @@ def test_what_is_copied_does_not_wait_for_pages_of_another_job(
     engine.close()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_each_gpu_is_copied_from_and_to_in_its_own_context(
+    gpu: FakeGpu, driver: Driver, mode: str
+) -> None:
+    """Whatever the thread that submits uses: the driver refuses memory of another GPU."""
+    pool = Pool(4 * SLAB_BYTES)
+    engine = make_engine(driver, pool, mode)
+    memories = [GpuEngineMemory(SHAPE.total_bytes, 1 + device, device) for device in (0, 1)]
+    driver.use(1)
+    for device, memory in enumerate(memories):
+        want = SHAPE.read(memory.view, 3)
+        for direction, block in ((GATHER, 3), (SCATTER, 4)):
+            extents = extents_of(SHAPE.layout(memory), [block], [device * SLAB_BYTES], crc=False)
+            engine.submit(1, direction, extents)
+            (result,) = wait_until(engine.collect, "the copy ends")
+            assert result.status is CopyStatus.DONE
+        assert SHAPE.read(memory.view, 4) == want
+    assert driver.used == [0, 1]
+    engine.close()
+
+
 def copied(
     gpu: FakeGpu, driver: Driver, shape: Shape, mode: str, seed: int
 ) -> tuple[list[tuple[object, ...]], bytes, bytes]:
@@ -265,7 +287,7 @@ def copied(
     return seen, pool.view.tobytes(), memory.view.tobytes()
 
 
-@pytest.mark.parametrize("mode", ["rect", "batch", "kernel"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_results_are_those_of_copies_on_a_cpu(
     gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch, shape: Shape, mode: str
