@@ -33,9 +33,10 @@ class Doubts:
         self._steps.append(step)
         self.active = True
 
-    def began_with(self, step: int) -> bool:
-        """Whether this step, the newest, is in doubt by itself."""
-        return bool(self._steps) and self._steps[-1] == step
+    @property
+    def open(self) -> bool:
+        """Whether an output is waited for: the ranks are to say which step each output is of."""
+        return bool(self._steps)
 
     def hold(self, step: int, orders: Iterable[JobOrder]) -> list[JobOrder]:
         """Take what is ordered as ``step`` is built; return what may go out with that step."""
@@ -47,22 +48,26 @@ class Doubts:
         return ready
 
     def ended(self, step: int, *, invalid: bool) -> bool:
-        """The output of a step in doubt is there; True when what waits must be given up.
+        """The output of a step is there; True when what waits must be given up.
 
-        Outputs come in the order of steps: one that is missing said nothing good.
+        Outputs come in the order of steps: one in doubt that is missing said nothing good.
         """
-        if step not in self._steps:
-            return False  # the cache was reset meanwhile
-        bad = invalid or self._steps[0] != step
+        if not self._steps or step < self._steps[0]:
+            return False
+        missing = self._steps[0] < step
+        bad = invalid or missing
         while self._steps and self._steps[0] <= step:
             self._steps.popleft()
         if bad and not self.spoiled:
             self.spoiled = True
             self._count("saves_stopped")
             logger.error(
-                "another connector did not load blocks that a step has computed with: vLLM may "
+                "another connector %s blocks that a step has computed with: vLLM may "
                 "hand wrong blocks from its own prefix cache to other requests, so nothing is "
-                "saved until that cache is reset (POST /reset_prefix_cache)"
+                "saved until that cache is reset (POST /reset_prefix_cache)",
+                "may not have loaded (its step's output did not come) the"
+                if missing
+                else "did not load",
             )
         return bad
 

@@ -59,8 +59,8 @@ class FerryMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not f
     """Scheduler half to worker halves: the number of the step and its jobs.
 
     ``rotation`` counts the namespace versions: what a load of an older one brought is stale.
-    ``relay``: what deputies on further nodes are to do. ``doubtful``: the ranks are to say that the
-    step has ended. Steps with nothing to do share an object, numbered 0.
+    ``relay``: what deputies on further nodes are to do. ``doubtful``: the ranks are to say
+    that the step has ended. Steps with nothing to do share an object, numbered 0.
     """
 
     step: int

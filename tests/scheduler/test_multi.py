@@ -214,3 +214,29 @@ def test_what_another_loads_in_the_step_is_saved_once_its_output_is_good(
     assert {name for name, _, _ in saves_of(engine.node)} == set("abcd")
     assert len(engine.node.store) == 4 * 12
     engine.assert_idle()
+
+
+@IN_FLIGHT
+def test_an_output_in_doubt_that_never_came_is_noticed_with_the_next_one(
+    tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else saves would wait for it for ever, with their blocks pinned."""
+    engine = SchedulerUnderTest(tmp_path, beside="before", asynchronous=asynchronous, batch=512)
+    engine.other.synchronous = True
+    engine.other.offers["a"] = 96
+    engine.add("a", PROMPT, max_tokens=8)
+    engine.node.tells_ends = False
+    assert engine.schedule().has_sync_kv_loads
+    engine.process()
+    engine.node.tells_ends = True
+    engine.run()
+    assert saves_of(engine.node) == []
+    assert engine.counts["saves_stopped"] == 1
+    assert engine.counts["saves_given_up"] == 1
+    assert "its step's output did not come" in caplog.text
+    engine.assert_idle()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("b", PROMPT)
+    engine.run()
+    assert saves_of(engine.node)[0][:2] == ("b", 0)
+    engine.assert_idle()

@@ -81,6 +81,7 @@ class ScriptedNode:
         self.hears = True  # False: nothing is cancelled
         self.answers = True  # False: asks are kept in ``unanswered``
         self.hints = False
+        self.tells_ends = True  # False: what ranks say of a step in doubt is lost
         self.load_fails = False
         self.damaged: set[Key] = set()  # objects whose bytes do not verify
         self.load_steps = 1
@@ -218,7 +219,7 @@ class ScriptedNode:
 
     def execute(self, meta: FerryMetadata) -> StepEnd:
         """Submit a step's jobs, let time pass for the running ones, report what has ended."""
-        end = StepEnd(ended_step=meta.step if meta.doubtful else 0)
+        end = StepEnd(ended_step=meta.step if meta.doubtful and self.tells_ends else 0)
         for order in (*meta.loads, *meta.saves):
             if self.away or order.epoch != self.epoch:
                 self._finish(end, order, is_load=order in meta.loads, status="failed")
