@@ -1,4 +1,5 @@
 // The watchdog: what ends the process, and what must not.
+#include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -94,6 +95,22 @@ void test_the_dump_signal_comes_first() {
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
 }
 
+void test_a_stderr_that_nobody_reads_does_not_keep_it() {
+    const int status = status_of(100ms, [](Watchdog&) {
+        int ends[2];
+        CHECK(::pipe(ends) == 0);
+        CHECK(::fcntl(ends[1], F_SETFL, O_NONBLOCK) == 0);
+        while (::write(ends[1], "full", 4) > 0) {
+        }
+        CHECK(::fcntl(ends[1], F_SETFL, 0) == 0);
+        CHECK(::dup2(ends[1], 2) == 2);
+        for (;;) {
+            ::pause();
+        }
+    });
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == kCode);
+}
+
 void test_a_stall_too_short_to_tick_is_refused() {
     CHECK_THROWS(Watchdog({5ms, kCode}), std::invalid_argument);
 }
@@ -105,6 +122,7 @@ int main() {
     test_a_loop_that_beats_is_not();
     test_a_stopped_process_is_not();
     test_the_dump_signal_comes_first();
+    test_a_stderr_that_nobody_reads_does_not_keep_it();
     test_a_stall_too_short_to_tick_is_refused();
     return 0;
 }

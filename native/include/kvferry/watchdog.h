@@ -11,7 +11,8 @@
 namespace kvferry {
 
 // A thread that needs no lock of anybody's (in Python: not the GIL) counts its own ticks since the
-// last beat; when they add up to `stall`, it says so on stderr and ends the process by _exit.
+// last beat; when they add up to `stall`, it says so on stderr and ends the process by _exit, at
+// the latest kWordsMax later: nobody may be reading what it says.
 //
 // Its own ticks, not the clock: a process that was stopped (SIGSTOP, a frozen cgroup, a debugger)
 // or starved did not tick either. A gap between two ticks starts the count anew.
@@ -25,6 +26,7 @@ class Watchdog {
 
     static constexpr int kTicksPerStall = 20;
     static constexpr int kGapTicks = 4;  // a tick this many times as late is a gap
+    static constexpr std::chrono::seconds kWordsMax{2};
 
     // Throws std::invalid_argument for a stall of less than kTicksPerStall milliseconds.
     explicit Watchdog(Plan plan);

@@ -4,7 +4,9 @@
 
 #include <csignal>
 #include <cstdio>
+#include <future>
 #include <stdexcept>
+#include <system_error>
 
 namespace kvferry {
 
@@ -17,6 +19,19 @@ Watchdog::Plan checked(Watchdog::Plan plan) {
         throw std::invalid_argument("a watchdog needs a stall of at least 20 ms");
     }
     return plan;
+}
+
+void say_last_words(const Watchdog::Plan& plan) {
+    char text[160];
+    const int length = std::snprintf(
+        text, sizeof text,
+        "kvferry: the control loop made no progress for %lld ms; ending with code %d\n",
+        static_cast<long long>(plan.stall.count()), plan.exit_code);
+    // Nothing can be done about a stderr that takes nothing.
+    [[maybe_unused]] const ssize_t written = ::write(2, text, static_cast<size_t>(length));
+    if (plan.dump_signal != 0) {
+        std::raise(plan.dump_signal);
+    }
 }
 
 }  // namespace
@@ -64,15 +79,17 @@ void Watchdog::run(std::chrono::steady_clock::time_point last) {
 }
 
 void Watchdog::end() const {
-    char text[160];
-    const int length = std::snprintf(
-        text, sizeof text,
-        "kvferry: the control loop made no progress for %lld ms; ending with code %d\n",
-        static_cast<long long>(plan_.stall.count()), plan_.exit_code);
-    // Nothing can be done about a stderr that takes nothing.
-    [[maybe_unused]] const ssize_t written = ::write(2, text, static_cast<size_t>(length));
-    if (plan_.dump_signal != 0) {
-        std::raise(plan_.dump_signal);
+    // By another thread: where nobody reads stderr any more, both writes wait for ever.
+    std::promise<void> said;
+    std::future<void> words = said.get_future();
+    try {
+        std::thread([this, &said] {
+            say_last_words(plan_);
+            said.set_value();
+        }).detach();
+        words.wait_for(kWordsMax);
+    } catch (const std::system_error&) {
+        // No thread is to be had: it ends without a word, but it ends.
     }
     ::_exit(plan_.exit_code);
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,3 +312,17 @@ def test_an_engine_that_ends_waits_for_its_memory_but_not_for_ever(
     client.close()
     wait_until(lambda: client.state == "stopped", "its thread has ended")
     wait_until(lambda: sidecar.events("bye"), "Bye")
+
+
+def test_no_room_for_descriptors_never_ends_the_engine(serve: Serve, tmp_path: Path) -> None:
+    """ZeroMQ aborts the process where its threads get none; a half waits until there is room."""
+    serve(1)
+    command = [sys.executable, "-m", "support.cramped_half", str(tmp_path), "16"]
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=180,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    served = json.loads(ended.stdout)
+    assert 0 not in served
+    assert served, "with room for some it attaches at once"
