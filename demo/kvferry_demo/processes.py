@@ -55,14 +55,23 @@ def in_environment(variables: Mapping[str, str], command: Sequence[str]) -> list
 
 
 class Child:
-    """A process with a log file; leaving the ``with`` block ends it whatever happened."""
+    """A process with a log file; leaving the ``with`` block ends it whatever happened.
 
-    def __init__(self, command: Sequence[str], log: Path, *, pipes: bool = False) -> None:
+    ``own_group``: it leads a process group, which whatever it starts belongs to.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log: Path, *, pipes: bool = False, own_group: bool = False
+    ) -> None:
         self.log = log
         stream = subprocess.PIPE if pipes else subprocess.DEVNULL
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                command, stdin=stream, stdout=stream if pipes else file, stderr=file
+                command,
+                stdin=stream,
+                stdout=stream if pipes else file,
+                stderr=file,
+                process_group=0 if own_group else None,
             )
 
     @property
@@ -166,11 +175,13 @@ class Engine(Child):
         *,
         environment: Mapping[str, str] | None = None,
         python: Sequence[str] = (sys.executable, "-m", "kvferry_demo.engine"),
+        own_group: bool = False,
     ) -> None:
         file = folder / f"engine-{secrets.token_hex(4)}.json"
         file.write_bytes(protocol.encoder.encode(setup))
         variables = {**ENGINE_ENVIRONMENT, **(environment or {})}
-        super().__init__(in_environment(variables, [*python, str(file)]), log, pipes=True)
+        command = in_environment(variables, [*python, str(file)])
+        super().__init__(command, log, pipes=True, own_group=own_group)
         self._buffer = b""
 
     def wait_ready(self) -> protocol.Ready:

@@ -5,26 +5,25 @@ The second node is vLLM's own headless one; run directories stand for the nodes.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvferry_demo import protocol
 from kvferry_demo.models import engine_settings
-from kvferry_demo.processes import ENGINE_ENVIRONMENT, Child, in_environment
+from kvferry_demo.processes import ENGINE_ENVIRONMENT, in_environment
 from support.engine import (
     PATIENCE,
     EngineUnderTest,
     Texts,
     hit_of,
-    kill_rank,
     model_dir,
     running_engine,
 )
+from support.group import GroupChild
 from support.logs import watch_log
 from support.server import free_port
 from support.two_nodes import TwoNodes, clear_pool, from_store, two_nodes
@@ -33,30 +32,6 @@ from support.waiting import wait_until
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 MODEL = "llama"
-
-
-class NodeChild(Child):
-    """The second node, which leads a process group."""
-
-    def stop(self) -> int:
-        """End the node, then its workers, which may outlive it and keep vLLM's trackers alive."""
-        code = super().stop()
-        for pid, command in members(self.pid).items():
-            if b"resource_tracker" not in command:  # that one removes semaphores, and ends
-                kill_rank(pid)
-        wait_until(lambda: not members(self.pid), "nothing is left of the second node")
-        return code
-
-
-def members(group: int) -> dict[int, bytes]:
-    """Return the processes of a group with their command lines; none of a zombie."""
-    found: dict[int, bytes] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError, FileNotFoundError):
-            command = (folder / "cmdline").read_bytes()
-            if command and os.getpgid(int(folder.name)) == group:
-                found[int(folder.name)] = command
-    return found
 
 
 @contextmanager
@@ -85,7 +60,7 @@ def engine_on(nodes: TwoNodes, folder: Path, name: str) -> Iterator[EngineUnderT
     )
     with (
         watch_log(f"further node of the {name}", log),
-        NodeChild(command, log),
+        GroupChild(command, log),
         running_engine(
             nodes.first.run_dir, model=MODEL, attached=False, engine_args=arguments
         ) as engine,

@@ -116,8 +116,8 @@ class ContainedEngine(EngineUnderTest):
         # -S: an image that never saw kvferry has nothing but what PYTHONPATH names.
         words = [sys.executable, "-S", "-m", "kvferry_demo.engine", "/models/setup.json"]
         command = pod.command("vllm", words, {**ENGINE_ENVIRONMENT, **path})
-        Child.__init__(self, command, log, pipes=True)
-        self._buffer = b""
+        Child.__init__(self, command, log, pipes=True)  # its namespace ends with it
+        self._buffer, self._shared = b"", set()
 
 
 @contextmanager

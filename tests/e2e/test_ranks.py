@@ -18,11 +18,10 @@ from support.engine import (
     Texts,
     ask,
     hit_of,
-    kill_rank,
     model_dir,
-    rank_pids,
     running_engine,
 )
+from support.group import GroupChild
 from support.logs import watch_log
 from support.memory import mapped_files
 from support.sidecar import SidecarUnderTest, running_sidecar
@@ -77,7 +76,7 @@ def kill_a_rank(engine: EngineUnderTest, sidecar: SidecarUnderTest, tokens: list
     """End an engine by SIGKILL of one rank with saves under way: nothing of it is left."""
     engine.start(ask(tokens))
     engine.step(2)
-    kill_rank(rank_pids(engine.pid)[1])
+    engine.kill_rank(1)
     with pytest.raises(ChildError):
         engine.finish()
     wait_until(lambda: not mapped_files(sidecar.process.pid), "its memory is unmapped")
@@ -151,7 +150,7 @@ def test_two_data_parallel_engines_share_what_one_saved(tmp_path: Path) -> None:
     }
     with running_sidecar() as sidecar, watch_log("data parallel", log):
         command += [str(model_dir("llama")), str(sidecar.run_dir)]
-        with Child(in_environment(environment, command), log, pipes=True) as engines:
+        with GroupChild(in_environment(environment, command), log, pipes=True) as engines:
             assert engines.process.stdout is not None
             assert engines.process.stdout.readline() == b"{}\n", engines.tail()
             sessions = wait_until(lambda: ready_sessions(sidecar), "both engines are ready")

@@ -23,7 +23,7 @@ from kvferry_demo import protocol
 from kvferry_demo.processes import ChildError
 from support.books import descriptors, resident_bytes, wait_settled
 from support.chaos import Chaos
-from support.engine import TWO_RANKS, Texts, ask, kill_rank, rank_pids, running_engine
+from support.engine import TWO_RANKS, Texts, ask, running_engine
 from support.kit import ENABLED
 from support.memory import mapped_files
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
@@ -98,7 +98,7 @@ class Traffic:
     def _kill_rank(self, rng: random.Random) -> None:
         """Kill the process of a rank: vLLM ends the engine with its next step."""
         self.counts["ranks_killed"] += 1
-        kill_rank(rng.choice(rank_pids(self.engine.pid)))
+        self.engine.kill_rank(rng.randrange(self.ranks))
         with pytest.raises(ChildError):
             self.engine.finish()
         wait_until(lambda: self.engine.process.poll() is not None, "the engine has ended")

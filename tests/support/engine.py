@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -19,6 +18,7 @@ from kvferry_demo import protocol
 from kvferry_demo.models import engine_settings, write_model
 from kvferry_demo.processes import Engine
 from kvferry_demo.prompts import encode, read_corpus
+from support.group import GroupChild
 from support.logs import watch_log
 from support.waiting import wait_until
 
@@ -35,10 +35,15 @@ TWO_RANKS: Mapping[str, Any] = {
 _numbers = itertools.count()
 
 
-class EngineUnderTest(Engine):
-    """An engine whose requests are named automatically."""
+class EngineUnderTest(GroupChild, Engine):
+    """An engine whose requests are named automatically; none of its processes outlives it."""
 
     facts: protocol.Ready
+
+    def kill_rank(self, number: int) -> None:
+        """Kill the process of a rank, where each has one of its own."""
+        self.note_shared()
+        os.kill(rank_pids(self.pid)[number], signal.SIGKILL)
 
     def run(
         self, tokens: Sequence[int], *, max_tokens: int = 8, salt: str | None = None
@@ -126,14 +131,6 @@ def rank_pids(engine_pid: int) -> list[int]:
     children = Path(f"/proc/{engine_pid}/task").glob("*/children")
     pids = (int(word) for file in children for word in file.read_text().split())
     return [pid for pid in pids if b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def kill_rank(pid: int) -> None:
-    """Kill the process of a rank, and remove what vLLM leaves of it in shared memory."""
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    os.kill(pid, signal.SIGKILL)
-    for name in set(re.findall(r"/dev/shm/vllm_dist\S+", maps)):
-        Path(name).unlink(missing_ok=True)
 
 
 def hit_of(tokens: Sequence[int]) -> int:

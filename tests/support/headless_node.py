@@ -2,12 +2,10 @@
 
 SETUP is a JSON file (kvferry_demo.protocol.EngineSetup), as the engine's own but for the node's
 number and run directory. It is what ``vllm serve --headless`` does; it ends with the engine.
-It leads a process group, so that a test can end what vLLM leaves of it.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 def main(setup: Path) -> None:
-    os.setpgid(0, 0)
     arguments = engine_args_of(protocol.setup_decoder.decode(setup.read_bytes()))
     executor = MultiprocExecutor(
         arguments.create_engine_config(headless=True), monitor_workers=False

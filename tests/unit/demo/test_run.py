@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvferry_demo.processes import Child, ChildError, Engine, in_environment
 from kvferry_demo.prompts import cut_prompts
 from kvferry_demo.protocol import EngineSetup
 from kvferry_demo.run import Report, Row
+from support.group import GroupChild, members
 from support.waiting import wait_until
 
 
@@ -85,6 +87,32 @@ def test_a_child_never_outlives_its_block(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyError):
         fail_meanwhile()
     assert children[0].process.poll() == -signal.SIGKILL
+
+
+HEIR = """
+import mmap, os, signal, sys
+if not os.fork():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    memory = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 4096)
+    print("up", flush=True)
+    signal.pause()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("ended_before", [False, True])
+def test_nothing_of_a_group_outlives_its_block(tmp_path: Path, ended_before: bool) -> None:
+    """Neither what a killed leader leaves behind nor what it has in shared memory."""
+    shared, log = processes.SHARED_MEMORY / f"vllm_dist_{secrets.token_hex(6)}", tmp_path / "log"
+    shared.write_bytes(bytes(4096))
+    with GroupChild([sys.executable, "-c", HEIR, str(shared)], log) as child:
+        wait_until(lambda: "up" in child.tail(), "the heir runs")
+        assert len(members(child.pid)) == 2
+        if ended_before:
+            child.kill()
+            assert len(members(child.pid)) == 1
+    assert not members(child.pid)
+    assert not shared.exists()
 
 
 def test_variables_reach_the_child_and_only_it(tmp_path: Path) -> None:
