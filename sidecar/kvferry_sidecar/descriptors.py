@@ -1,8 +1,11 @@
-"""How many descriptors the process may open."""
+"""The process's descriptors: how many it may open, and the three that everybody takes for given."""
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
+from pathlib import Path
 
 from kvferry_sidecar.errors import ConfigError
 from kvferry_sidecar.limits import Limits
@@ -26,3 +29,17 @@ def raise_descriptor_limit(limits: Limits) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+
+
+def stand_in_for_closed() -> None:
+    """Where the process was started with stdin, stdout or stderr closed, have /dev/null there.
+
+    Else the next file of ours gets its number, and what libraries say goes into that file. Called
+    before anything is opened.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # It gets the lowest free number, so this one's.
+            stream = Path(os.devnull).open(mode)  # noqa: SIM115 - for as long as the process lives
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)

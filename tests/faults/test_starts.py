@@ -137,3 +137,20 @@ def stop(serving: Serving) -> str:
     code, text = serving.ended()
     assert code == 0, text
     return text
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
+def test_started_with_closed_standard_streams_it_serves(closed: str) -> None:
+    """No file of its own has their numbers: what libraries and the watchdog say goes there."""
+    with servings(1) as (one,):
+        one.prefix = ("sh", "-c", f'exec "$@" {closed}', "sh")
+        process = one.start_ready()
+        open_as = Path(f"/proc/{process.pid}/fd")
+        assert str((open_as / "2").readlink()) == "/dev/null"
+        assert ("0<" in closed) == (str((open_as / "1").readlink()) == "/dev/null")
+        process.send_signal(signal.SIGUSR2)  # prints where its threads are
+        with client_engine(one.run_dir) as engine:
+            engine.put("kept")
+            assert engine.get("kept") == 48
+        process.send_signal(signal.SIGTERM)
+        assert one.ended() == (0, "")

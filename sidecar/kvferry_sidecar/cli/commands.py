@@ -18,11 +18,13 @@ from kvferry_sidecar.cli import operate, options, pages, query
 from kvferry_sidecar.cli.geometry import geometry
 from kvferry_sidecar.cli.objects import objects
 from kvferry_sidecar.cli.warm import warm
+from kvferry_sidecar.descriptors import stand_in_for_closed
 from kvferry_sidecar.errors import ExitCode, KvferryError
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line. Errors are printed with their remedy, never as a traceback."""
+    stand_in_for_closed()
     try:
         code = kvferry.main(args=arguments, prog_name="kvferry", standalone_mode=False)
         print(end="", flush=True)  # what cannot be written shows here, not when Python exits
