@@ -24,7 +24,8 @@ class Doubts:
     def __init__(self, count: Callable[[str], None]) -> None:
         self._count = count
         self.spoiled = False  # vLLM's own cache may hold wrong blocks
-        self.active = False  # whether saves must be passed through ``hold``
+        # Whether saves must be passed through ``hold``, and ranks are to say which step ends.
+        self.active = False
         self._steps: deque[int] = deque()
         self._waiting: deque[tuple[int, JobOrder]] = deque()
 
@@ -32,11 +33,6 @@ class Doubts:
         """A step is built in which another connector loads synchronously."""
         self._steps.append(step)
         self.active = True
-
-    @property
-    def open(self) -> bool:
-        """Whether an output is waited for: the ranks are to say which step each output is of."""
-        return bool(self._steps)
 
     def hold(self, step: int, orders: Iterable[JobOrder]) -> list[JobOrder]:
         """Take what is ordered as ``step`` is built; return what may go out with that step."""
@@ -54,20 +50,16 @@ class Doubts:
         """
         if not self._steps or step < self._steps[0]:
             return False
-        missing = self._steps[0] < step
-        bad = invalid or missing
+        bad = invalid or self._steps[0] < step
         while self._steps and self._steps[0] <= step:
             self._steps.popleft()
         if bad and not self.spoiled:
             self.spoiled = True
             self._count("saves_stopped")
             logger.error(
-                "another connector %s blocks that a step has computed with: vLLM may "
-                "hand wrong blocks from its own prefix cache to other requests, so nothing is "
-                "saved until that cache is reset (POST /reset_prefix_cache)",
-                "may not have loaded (its step's output did not come) the"
-                if missing
-                else "did not load",
+                "another connector did not load blocks of a step, or what came of it is lost: vLLM "
+                "may hand wrong blocks from its own prefix cache to other requests, so nothing is "
+                "saved until that cache is reset (POST /reset_prefix_cache)"
             )
         return bad
 

@@ -87,7 +87,7 @@ class Lifeline:
         self.counts: Counter[str] = Counter()
         self.loan = Loan()
         self._said = ""
-        self._stopping = self._parting = self._zmq_runs = False
+        self._stopping = self._parting = False
         self._leave_by_s = math.inf
         self._protocol = self._mute_epoch = 0  # the latter: who has our Bye and does not answer it
         self._thread: threading.Thread | None = None
@@ -196,9 +196,8 @@ class Lifeline:
 
     def _attach(self) -> None:
         """Connect, introduce ourselves, register, and publish the link."""
-        if not self._zmq_runs:
+        if self._hot is None:
             start_threads(self._context)
-            self._zmq_runs = True
         deadline = time.monotonic() + self._config.attach_ms_max / 1000
         try:
             self._stream = stream = AttachStream(attach_path(self._config.run_path()))

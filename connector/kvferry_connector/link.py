@@ -7,11 +7,8 @@ locks or blocks, except ``receive`` for at most ``wait_us``.
 
 from __future__ import annotations
 
-import errno
 import functools
-import os
 import select
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +24,6 @@ receive_max = 1024  # messages per receive call: one hook never drains for ever
 _SELECT_FD_MAX = 1024  # select(2) cannot watch a descriptor from this number on
 _NAP_S = 50e-6
 _DESCRIPTORS_SPARE = 8  # ZeroMQ takes five: for two threads and a socket
-_THREADS = 2
 _send, _LAST, _MORE = zmq.backend.Socket.send, int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)  # an enum's ``&`` costs as much as asking for the events
 _OPTIONS = {
@@ -85,23 +81,11 @@ class Link:
 
 
 def start_threads(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Have ZeroMQ start its threads. Raises OSError where there is no room for them: try later.
+    """Have ZeroMQ start its threads. Raises OSError without room for descriptors: try later.
 
     ZeroMQ itself would abort, and end the engine: so it is tried with what may fail.
     """
-    held: list[int] = []
-    ended = threading.Event()
-    try:
-        for _ in range(_DESCRIPTORS_SPARE):
-            held.append(os.eventfd(0, os.EFD_CLOEXEC))
-        for _ in range(_THREADS):
-            threading.Thread(target=ended.wait, name="kvferry-room", daemon=True).start()
-    except RuntimeError as error:  # what a thread that cannot be started raises
-        raise OSError(errno.EAGAIN, str(error)) from error
-    finally:
-        ended.set()
-        for fd in held:
-            os.close(fd)
+    tuple(select.epoll() for _ in range(_DESCRIPTORS_SPARE))  # each is closed as the tuple goes
     context.socket(zmq.DEALER).close()
 
 

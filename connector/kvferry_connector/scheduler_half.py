@@ -352,7 +352,7 @@ class SchedulerHalf:
         if nodes is not None:
             loads, saves = nodes.address(loads), nodes.address(saves)
             relay = nodes.take(self._lookup.beat)
-        rotation, doubtful = self._rotation, self._saver.doubts.open
+        rotation, doubtful = self._rotation, self._saver.doubts.active
         return FerryMetadata(self._step, tuple(loads), tuple(saves), rotation, relay, doubtful)
 
     def abandon_step(self) -> FerryMetadata:
