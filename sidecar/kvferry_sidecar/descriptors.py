@@ -11,12 +11,15 @@ from kvferry_sidecar.errors import ConfigError
 from kvferry_sidecar.limits import Limits
 
 descriptors_min = 64  # sockets, the pool, threads' pipes, and some for attachments
+descriptors_max = 1 << 19
 
 
 def raise_descriptor_limit(limits: Limits) -> None:
-    """Allow as many descriptors as the limits may need: a stream and a pidfd per half.
+    """Allow as many descriptors as the hard limit does, up to ``descriptors_max``.
 
-    Raises ConfigError where the hard limit is too low to serve anyone.
+    The limits need a stream and a pidfd per half; but whoever may connect to the ZeroMQ socket can
+    take more, and libzmq ends the process where it gets none to accept with. Raises ConfigError
+    where the hard limit is too low to serve anyone.
     """
     wanted = limits.sessions_max * (limits.ranks_max + 1) * 2 + limits.connections_max + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -26,9 +29,9 @@ def raise_descriptor_limit(limits: Limits) -> None:
             "are needed",
             f"raise it to {wanted} (ulimit -Hn, LimitNOFILE=): enough for all limits",
         )
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+    allowed = descriptors_max if hard == resource.RLIM_INFINITY else min(descriptors_max, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def stand_in_for_closed() -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from support.books import descriptors
 from support.client_half import client_engine
 from support.serving import Serving, servings
+from support.sidecar import set_flags
+from support.waiting import wait_until
 
 SHM = Path("/dev/shm")
 
@@ -154,3 +159,21 @@ def test_started_with_closed_standard_streams_it_serves(closed: str) -> None:
             assert engine.get("kept") == 48
         process.send_signal(signal.SIGTERM)
         assert one.ended() == (0, "")
+
+
+def test_many_connections_to_the_hot_socket_do_not_end_it() -> None:
+    """libzmq aborts where it gets no descriptor to accept with: the soft limit is raised."""
+    small = {"limits.sessions_max": 1, "limits.ranks_max": 1, "limits.connections_max": 8}
+    with servings(1, flags=set_flags(small)) as (one,), ExitStack() as streams:
+        one.prefix = ("sh", "-c", 'ulimit -Sn 400; exec "$@"', "sh")
+        process = one.start_ready()
+        (control,) = one.run_dir.glob("ctl-*.sock")
+        for _ in range(500):
+            stream = streams.enter_context(socket.socket(socket.AF_UNIX))
+            stream.connect(str(control))
+        wait_until(lambda: process.poll() is not None or descriptors(process.pid) > 500, "accepted")
+        with client_engine(one.run_dir) as engine:
+            engine.put("kept")
+            assert engine.get("kept") == 48
+        streams.close()
+        wait_until(lambda: descriptors(process.pid) < 100, "they are closed")
