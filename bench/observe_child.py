@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from kvferry_sidecar import pipeline
 from kvferry_sidecar.outcomes.histogram import SECONDS, Histogram
+from kvferry_sidecar.outcomes.ledger import Ledger
+from kvferry_sidecar.stages import journal
 from kvferry_sidecar.stages.curve import Curve
 from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.residence import Residence
@@ -56,9 +58,9 @@ def _work(mode: str) -> Callable[[int], None]:
         return _observing
     if mode == "unseen":
         pipeline.Journal = _Nothing  # what is measured
-        _silence(Histogram, "observe")
+        _silence(Ledger, "_observe")
     if mode in ("unseen", "no-samples"):
-        _silence(Curve, "looked_up", "stored")
+        journal.Curve = _NoCurve  # what is measured
         _silence(Residence, "entered", "left")
     return _Rounds(with_reading=mode == "reading").do
 
@@ -71,10 +73,18 @@ def _silence(kind: type, *names: str) -> None:
 def _nothing(*_: object, **__: object) -> None: ...
 
 
+class _NoCurve(Curve):
+    """A curve that counts nothing."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        super().__init__(pool_bytes)
+        self.looked_up = self.stored = _nothing
+
+
 class _Nothing(Journal):
     """A journal that keeps nothing."""
 
-    probed = hinted = held = answered = refused = unasked = _nothing
+    probed = declined = hinted = held = answered = refused = unasked = _nothing
     used_locally = stored = released = gone = opened = settled = _nothing
 
 

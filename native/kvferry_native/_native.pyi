@@ -2,7 +2,7 @@
 
 from typing_extensions import Buffer
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,9 +116,12 @@ class Pool:
     def refresh(self, keys: NDArray[np.uint8]) -> None:
         """Mark the leading ready keys recently used, tail first: the head goes last."""
     def present(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
-    def absence(self, key: NDArray[np.uint8]) -> float:
-        """Why a key (1, 16) is not ready: -2 it is being written, -1 nothing is known of it (any
-        more), else the seconds since it was evicted."""
+    def run(self, keys: NDArray[np.uint8]) -> tuple[int, float]:
+        """Number of leading keys that are ready, and why the next one is not.
+
+        -2: it is being written, -1: nothing is known of it (any more) or there is none, else the
+        seconds since it was evicted.
+        """
     def lease(self, keys: NDArray[np.uint8], use: bool = True) -> NDArray[np.uint32]:
         """Lease the leading ready keys; returns their entry ids (len <= n).
 
@@ -300,3 +303,63 @@ class Watchdog:
         """How often the process stood still, and the count began anew."""
     def close(self) -> None:
         """Watch nothing any more."""
+
+class MissCurve:
+    """How many tokens would miss in a pool of ``sizes`` times the bytes of this one (SHARDS).
+
+    Not thread safe: the control loop owns it. Keys are buffers of 16 bytes each.
+    """
+
+    sizes: ClassVar[list[float]]
+    window_s: ClassVar[float]
+    def __init__(self, pool_bytes: int, tracked_max: int) -> None:
+        """Follow at most ``tracked_max`` keys."""
+    def looked_up(
+        self,
+        keys: NDArray[np.uint8],
+        unit: tuple[int, int],
+        span: tuple[int, int],
+        hit_tokens: int,
+        now_s: float,
+    ) -> None:
+        """Count one lookup of the tokens ``span`` (local, wanted], answered with ``hit_tokens``.
+
+        ``keys`` are of all units of the request; ``unit``: tokens of one, and the bytes to reckon
+        with for one that was stored before this start.
+        """
+    def stored(self, keys: NDArray[np.uint8], total_bytes: int) -> None:
+        """Objects were stored: ``keys`` of one group, ``total_bytes`` of all groups.
+
+        What other groups take without a key of this one is borne by the next that come.
+        """
+    @property
+    def whole(self) -> tuple[int, list[float]]:
+        """Tokens wanted since the start, and of these missed at each of ``sizes``."""
+    @property
+    def recent(self) -> tuple[int, list[float]]:
+        """The same of this window of ``window_s`` and the one before."""
+    @property
+    def tracked(self) -> int:
+        """Keys that are followed."""
+    @property
+    def uses(self) -> int:
+        """Uses that are kept, at most four times ``tracked_max`` and those of one call."""
+    @property
+    def sampled(self) -> float:
+        """Share of the keys that are followed."""
+
+def observe_each(histograms: tuple[Histogram, ...], values: tuple[float, ...]) -> None:
+    """Count one value in each. Raises ValueError when there are not as many."""
+
+class Histogram:
+    """Counts of values by bucket; ``bounds`` ascend. Not thread safe."""
+
+    def __init__(self, bounds: Sequence[float]) -> None: ...
+    def observe(self, value: float) -> None:
+        """Count one value, in the first bucket whose bound it does not exceed."""
+    @property
+    def counts(self) -> list[int]:
+        """Values per bucket; the last one holds those above every bound."""
+    @property
+    def sum(self) -> float:
+        """Sum of the values."""

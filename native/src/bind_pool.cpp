@@ -1,18 +1,22 @@
 // Python's view of the pool, the key mix and the checksum (kvferry_native/_native.pyi).
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
 #include <system_error>
+#include <utility>
 
 #include "kvferry/crc32c.h"
 #include "kvferry/key_mix.h"
 #include "kvferry/pool.h"
+#include "read_buffer.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -51,24 +55,6 @@ class NewArray {
   private:
     std::unique_ptr<T[]> data_;
     size_t size_;
-};
-
-// Any contiguous readable buffer: bytes, memoryview, a message frame, an array.
-class ReadBuffer {
-  public:
-    explicit ReadBuffer(nb::handle from) {
-        if (PyObject_GetBuffer(from.ptr(), &view_, PyBUF_SIMPLE) != 0) {
-            throw nb::python_error();
-        }
-    }
-    ReadBuffer(const ReadBuffer&) = delete;
-    ReadBuffer& operator=(const ReadBuffer&) = delete;
-    ~ReadBuffer() { PyBuffer_Release(&view_); }
-    const std::byte* data() const { return static_cast<const std::byte*>(view_.buf); }
-    size_t size() const { return static_cast<size_t>(view_.len); }
-
-  private:
-    Py_buffer view_;
 };
 
 // What Python holds: close() ends the mapping while the object may live on.
@@ -152,16 +138,22 @@ auto py_present(PyPool& self, const Keys& keys) {
     return out.take();
 }
 
-double py_absence(PyPool& self, const Keys& key) {
-    if (key.shape(0) != 1) {
-        throw std::invalid_argument("absence: one key, (1, 16)");
-    }
-    const kvferry::Key one = view(key)[0];
-    if (self.get().being_written(one)) {
+double absence_of(const Pool& pool, const kvferry::Key& key) {
+    if (pool.being_written(key)) {
         return -2.0;
     }
-    const int64_t age_ms = self.get().evicted_age_ms(one);
-    return age_ms < 0 ? -1.0 : static_cast<double>(age_ms) / 1000;
+    const int64_t age_ms = pool.evicted_age_ms(key);
+    return age_ms < 0 ? -1.0 : static_cast<double>(age_ms) / 1e3;
+}
+
+std::pair<size_t, double> py_run(PyPool& self, nb::handle keys) {
+    const ReadBuffer buffer(keys);
+    const KeyView found(buffer.data(), buffer.size() / kvferry::kKeyBytes);
+    const Pool& pool = self.get();
+    // Most ask about a miss of the first chunk, and to look at it alone costs a part of the whole.
+    const size_t first = pool.prefix(found.from(0, std::min<size_t>(found.size(), 1)));
+    const size_t run = first == 0 ? 0 : pool.prefix(found);
+    return {run, run < found.size() ? absence_of(pool, found[run]) : -1.0};
 }
 
 nb::bytes py_take_evicted(PyPool& self) {
@@ -302,7 +294,7 @@ void bind_lookups(nb::class_<PyPool>& pool) {
             "refresh", [](PyPool& self, const Keys& keys) { self.get().refresh(view(keys)); },
             "keys"_a.noconvert())
         .def("present", &py_present, "keys"_a.noconvert())
-        .def("absence", &py_absence, "key"_a.noconvert())
+        .def("run", &py_run, "keys"_a)
         .def("payload_offsets", &py_payload_offsets, "entries"_a.noconvert())
         .def("crcs", &py_crcs, "entries"_a.noconvert(), "shard"_a)
         .def("seeds", &py_seeds, "entries"_a.noconvert())

@@ -64,12 +64,14 @@ class FakePool:
     def present(self, keys: np.ndarray) -> np.ndarray:
         return np.array([self._ready(key.tobytes()) is not None for key in keys], dtype=np.bool_)
 
-    def absence(self, key: np.ndarray) -> float:
-        number = self._index.get(key.tobytes())
+    def run(self, keys: np.ndarray) -> tuple[int, float]:
+        count = self.prefix(keys)
+        key = keys[count : count + 1].tobytes()
+        number = self._index.get(key)
         if number is not None and self._entries[number].state == "writing":
-            return -2.0
-        at_s = self._evicted_s.get(key.tobytes())
-        return -1.0 if at_s is None else self.clock() - at_s
+            return count, -2.0
+        at_s = self._evicted_s.get(key)
+        return count, -1.0 if at_s is None else self.clock() - at_s
 
     def refresh(self, keys: np.ndarray) -> None:
         for key in reversed(keys[: self.prefix(keys)]):

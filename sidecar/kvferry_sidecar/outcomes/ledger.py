@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 from kvferry_connector.wire.hot import JobStatusName
+from kvferry_native import observe_each
 
 from kvferry_sidecar.outcomes.histogram import BYTES, SECONDS, Histogram, HistogramReading
 from kvferry_sidecar.outcomes.reasons import Reason
 
 KINDS = ("load", "save")
-new_max = 256  # ended parts that wait to be counted by size and time
 STAGES = ("fence", "queue", "copy")  # waiting for the engine's step, for its turn, being copied
 End = tuple[str, JobStatusName, Reason]  # kind, status, reason
 SessionName = tuple[str, str]  # (engine_id, instance_id): sessions.model.SessionKey
@@ -96,9 +96,9 @@ class Ledger:
         self._sessions: OrderedDict[SessionName, _Account] = OrderedDict()
         self._open: dict[PartKey, tuple[_Account, str]] = {}
         self._faults: list[str] = []
-        self._stages = {kind: [Histogram(SECONDS) for _ in STAGES] for kind in KINDS}
         self._bytes = {kind: Histogram(BYTES) for kind in KINDS}
-        self._new: list[tuple[str, int, tuple[float, float, float]]] = []  # not counted yet
+        self._stages = {kind: tuple(Histogram(SECONDS) for _ in STAGES) for kind in KINDS}
+        self._observed = {kind: (self._bytes[kind], *self._stages[kind]) for kind in KINDS}
         self._changed = False  # since the last audit
 
     def accept(self, session: SessionName, part: PartKey, kind: str) -> None:
@@ -136,9 +136,7 @@ class Ledger:
             account.loaded_bytes += moved_bytes
         else:
             account.saved_bytes += moved_bytes
-        self._new.append((kind, moved_bytes, stages))
-        if len(self._new) >= new_max:
-            self._take_in()
+        self._observe(kind, moved_bytes, stages)
 
     def refuse(self, session: SessionName, reason: Reason) -> None:
         """A submit was refused: never accepted, so it is counted apart."""
@@ -162,7 +160,6 @@ class Ledger:
 
     def stage_seconds(self) -> dict[str, HistogramReading]:
         """Seconds of parts, by "kind/stage"."""
-        self._take_in()
         return {
             f"{kind}/{stage}": histogram.reading()
             for kind, histograms in self._stages.items()
@@ -171,7 +168,6 @@ class Ledger:
 
     def part_bytes(self) -> dict[str, HistogramReading]:
         """Bytes of parts, by kind."""
-        self._take_in()
         return {kind: histogram.reading() for kind, histogram in self._bytes.items()}
 
     def audit(self) -> list[str]:
@@ -198,14 +194,8 @@ class Ledger:
             found.append(f"{by_count} open by count, {len(self._open)} by name")
         return found
 
-    def _take_in(self) -> None:
-        """Count what ended since the last time: many values of a histogram at once."""
-        new, self._new = self._new, []
-        for kind in KINDS:
-            ends = [(moved_bytes, *stages) for name, moved_bytes, stages in new if name == kind]
-            histograms = (self._bytes[kind], *self._stages[kind])
-            for histogram, values in zip(histograms, zip(*ends, strict=True), strict=False):
-                histogram.observe_all(values)
+    def _observe(self, kind: str, moved_bytes: int, stages: tuple[float, float, float]) -> None:
+        observe_each(self._observed[kind], (moved_bytes, *stages))
 
     def _whole(self) -> _Account:
         """Return the sum over all sessions since the start."""

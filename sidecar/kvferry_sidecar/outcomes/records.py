@@ -1,8 +1,8 @@
 """What became of the last requests: one record per admission, in a ring.
 
-The control loop writes, several times per request, so a record is plain fields: its timeline is
-made when somebody asks. Other threads may read it at any time: every field is set once per stage
-and never taken back.
+The control loop writes, several times per request, so a stage sets one field, and what follows from
+several is worked out when somebody asks. Other threads may read a record at any time: what was set
+is never taken back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from kvferry_sidecar.outcomes.reasons import Reason
 jobs_max = 32  # of one record; further ones are counted
 prefixes_max = 512  # hottest prefixes that are told apart
 RecordKey = tuple[bytes, int]  # (life of the scheduler half, admission)
+# What an ask was answered: tokens the engine has itself (None: refused without a look), the longest
+# hit that was possible, what was leased, whence, when.
+Answered = tuple[int | None, int, int, Mapping[str, int], float]
 
 
 class Why(NamedTuple):
@@ -29,7 +32,10 @@ class Why(NamedTuple):
 
 
 class JobEnd(msgspec.Struct, frozen=True, gc=False):
-    """One settled job. ``stages``: seconds of its slowest rank at its fence, queued, copied."""
+    """One settled job. ``stages``: seconds of its slowest rank at its fence, queued, copied.
+
+    ``start_tokens`` is a load's; ``objects``: those that a save stored.
+    """
 
     kind: str
     status: str
@@ -39,6 +45,17 @@ class JobEnd(msgspec.Struct, frozen=True, gc=False):
     opened_s: float
     ended_s: float
     stages: tuple[float, float, float]
+    start_tokens: int = 0
+    objects: int = 0
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Tokens that it loaded."""
+        return (
+            self.end_tokens - self.start_tokens
+            if (self.kind, self.status) == ("load", "done")
+            else 0
+        )
 
 
 NO_WHY = Why(Reason.NONE)
@@ -47,7 +64,6 @@ NO_WHY = Why(Reason.NONE)
 class Record(msgspec.Struct, eq=False, gc=False):
     """One admission of one request. Token counts are prefixes from token 0, times monotonic.
 
-    ``wanted_tokens`` is the longest hit that was possible, ``offered_tokens`` what was leased.
     ``trace`` is the engine's trace context; ``trace_id`` names the trace that was exported.
     """
 
@@ -56,34 +72,110 @@ class Record(msgspec.Struct, eq=False, gc=False):
     admission: int
     at_s: float
     prompt_tokens: int
-    hint_tokens: int | None = None
-    hint_s: float = 0.0
+    hint: tuple[int, float] | None = None  # its tokens, and when
+    could_hit_tokens: int = 0  # as the hint of nothing went out
     held_s: float = 0.0  # an ask began to wait for slower tiers
-    local_tokens: int | None = None
-    wanted_tokens: int = 0
-    offered_tokens: int = 0
-    answer_s: float = 0.0
-    sources: Mapping[str, int] | None = None
+    answered: Answered | None = None  # the last one
+    asked_again: int = 0
     why: Why = NO_WHY
-    asks: int = 0
-    load: str = ""  # "", "open", "done", "failed", "cancelled"
-    load_s: float = 0.0
-    load_reason: Reason = Reason.NONE
-    loaded_tokens: int = 0
-    saves: int = 0
-    saved_objects: int = 0
+    load_s: float = 0.0  # the last one was opened
     ended_s: float = 0.0  # the engine forgot it
     jobs: tuple[JobEnd, ...] = ()
     jobs_lost: int = 0
+    lost_objects: int = 0  # by those
+    lost_tokens: int = 0
     trace: str = ""
     trace_id: str = ""  # written by the traces' thread
 
+    @property
+    def hint_tokens(self) -> int | None:
+        """Tokens of the hint; None before it."""
+        return None if self.hint is None else self.hint[0]
+
+    @property
+    def hint_s(self) -> float:
+        """When the hint went out; 0 before it."""
+        return 0.0 if self.hint is None else self.hint[1]
+
+    @property
+    def asks(self) -> int:
+        """Asks that were answered."""
+        return 0 if self.answered is None else 1 + self.asked_again
+
+    @property
+    def local_tokens(self) -> int | None:
+        """Tokens that the engine had itself; None where it was not looked."""
+        return None if self.answered is None else self.answered[0]
+
+    @property
+    def wanted_tokens(self) -> int:
+        """The longest hit that was possible."""
+        return self.could_hit_tokens if self.local_tokens is None else self._answer[1]
+
+    @property
+    def offered_tokens(self) -> int:
+        """What was leased, or the engine's own."""
+        return self._answer[2]
+
+    @property
+    def sources(self) -> Mapping[str, int]:
+        """Tokens that were offered, by tier."""
+        return self._answer[3]
+
+    @property
+    def answer_s(self) -> float:
+        """When the last answer went out; 0 before it."""
+        return self._answer[4]
+
+    @property
+    def load(self) -> str:
+        """How the last load is: "" for none, "open", "done", "failed", "cancelled"."""
+        if not self.load_s:
+            return ""
+        end = self._load_end()
+        return "open" if end is None else end.status
+
+    @property
+    def load_reason(self) -> Reason:
+        """Why the last load ended so."""
+        end = self._load_end()
+        return Reason.NONE if end is None else end.reason
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Tokens of all loads that were done."""
+        return self.lost_tokens + sum(job.loaded_tokens for job in self.jobs)
+
+    @property
+    def saves(self) -> int:
+        """Saves that ended, of the jobs that are kept."""
+        return sum(job.kind == "save" for job in self.jobs)
+
+    @property
+    def saved_objects(self) -> int:
+        """Objects of all saves that were done."""
+        return self.lost_objects + sum(job.objects for job in self.jobs)
+
     def settled(self, job: JobEnd) -> None:
-        """Append one job, as long as there is room."""
+        """Append one job, as long as there is room; a load takes the last place then."""
         if len(self.jobs) < jobs_max:
             self.jobs += (job,)
-        else:
-            self.jobs_lost += 1
+            return
+        lost = job
+        if job.kind == "load":
+            lost, self.jobs = self.jobs[-1], (*self.jobs[:-1], job)
+        self.jobs_lost += 1
+        self.lost_objects += lost.objects
+        self.lost_tokens += lost.loaded_tokens
+
+    @property
+    def _answer(self) -> Answered:
+        return self.answered or (None, 0, 0, {}, 0.0)
+
+    def _load_end(self) -> JobEnd | None:
+        ends = (job for job in reversed(self.jobs) if job.kind == "load")
+        end = next(ends, None)
+        return end if end is not None and end.opened_s >= self.load_s > 0 else None
 
 
 class Records:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry_sidecar.outcomes.records import Record
 from kvferry_sidecar.sessions.model import SessionKey
 
 Keys = NDArray[np.uint8]
@@ -31,6 +32,7 @@ class Admission:
     hint_tokens: int = 0  # of the last hint
     sampled: bool = False  # counted in the curve of misses by the pool's size
     leased: bool = False  # a lease was taken: that has marked the chunks as used
+    record: Record | None = None  # what operators are told of it
 
     def key_bytes(self) -> int:
         """Bytes of all keys."""

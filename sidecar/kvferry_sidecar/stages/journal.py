@@ -27,6 +27,9 @@ trace_chars_max = 64  # a W3C traceparent has 55
 
 # To name a member of an enum costs Python 3.11 more than a call.
 _NONE, _ABSENT, _DONE = Reason.NONE, Reason.ABSENT, JobStatusName.DONE
+_NO_TIME = (0.0, 0.0, 0.0)
+# Status, reason, moved bytes, when, seconds by stage.
+_Ended = tuple[JobStatusName, Reason, int, float, tuple[float, float, float]]
 
 
 class Journal:
@@ -60,36 +63,41 @@ class Journal:
 
     # --- lookups ------------------------------------------------------------------------------
 
-    def probed(self, peer: Peer, probe: Probe, now_s: float, declined: Reason | None) -> None:
-        """Hashes of a request came; ``declined``: they were not taken."""
-        session = peer.session
-        key = (session.life, probe.admission)
-        request = probe.request[:request_chars_max]
-        record = Record(session.key, request, probe.admission, now_s, probe.num_tokens)
-        record.trace = probe.trace[:trace_chars_max]
-        self.records.open(key, record)
-        if declined is not None:
-            record.why = Why(declined)
+    def probed(self, peer: Peer, probe: Probe, admission: Admission, now_s: float) -> None:
+        """Hashes of a request came."""
+        admission.record = self._open(peer, probe, now_s)
+
+    def declined(self, peer: Peer, probe: Probe, now_s: float, reason: Reason) -> None:
+        """Hashes of a request came, and were not taken."""
+        self._open(peer, probe, now_s).why = Why(reason)
+
+    def _open(self, peer: Peer, probe: Probe, now_s: float) -> Record:
+        session, number, request = peer.session, probe.admission, probe.request
+        if len(request) > request_chars_max:
+            request = request[:request_chars_max]
+        record = Record(session.key, request, number, now_s, probe.num_tokens)
+        if probe.trace:
+            record.trace = probe.trace[:trace_chars_max]
+        self.records.open((session.life, number), record)
+        return record
 
     def hinted(
         self, peer: Peer, probe: Probe, raw: bytes, found: tuple[SessionShape, Admission],
         now_s: float,
     ) -> None:  # fmt: skip
         """The hint of a probe went out; one of nothing is explained now, while it is known."""
-        record = self._record((peer.session.life, probe.admission))
         shape, admission = found
-        wanted_tokens = 0
-        if not admission.hint_tokens:  # nobody may ask, and its saves are stored when it ends
-            wanted_tokens = longest_tokens(shape, admission)
-            self._sample(shape, admission, (0, wanted_tokens), 0, now_s)
-        if record is None:
+        record, hint_tokens = admission.record, admission.hint_tokens
+        if record is not None:
+            record.hint = (hint_tokens, now_s)
+        if hint_tokens:
             return
-        record.hint_tokens, record.hint_s = admission.hint_tokens, now_s
-        if admission.hint_tokens:
+        # Nobody may ask, and its saves are stored when it ends.
+        wanted_tokens = longest_tokens(shape, admission)
+        self._sample(shape, admission, (0, wanted_tokens), 0, now_s)
+        if record is None or not wanted_tokens:
             return
-        record.wanted_tokens = wanted_tokens
-        if not wanted_tokens:
-            return
+        record.could_hit_tokens = wanted_tokens
         elsewhere = None
         if probe.start == 0:
             elsewhere = self.namespaces.holder(self._pool, peer.session, raw, probe.hash_bytes)
@@ -108,42 +116,50 @@ class Journal:
         *, now_s: float, first: bool,
     ) -> None:  # fmt: skip
         """An ask was answered by what is stored; ``first``: of this admission."""
-        record = self._record((session.life, ask.admission))
-        reached = max(ask.local_tokens, answer.hit_tokens)
+        record = admission.record
+        local_tokens, wanted_tokens = ask.local_tokens, ask.max_tokens
+        hit_tokens = answer.hit_tokens
+        reached = hit_tokens if hit_tokens > local_tokens else local_tokens
         if record is not None:
-            record.asks += 1
-            record.local_tokens, record.wanted_tokens = ask.local_tokens, ask.max_tokens
-            record.offered_tokens, record.sources = reached, answer.sources
-            record.answer_s = now_s
+            if record.answered is not None:
+                record.asked_again += 1
+            record.answered = (local_tokens, wanted_tokens, reached, answer.sources, now_s)
         if not first:
             return
-        span = (ask.local_tokens, ask.max_tokens)
-        self._sample(shape, admission, span, answer.hit_tokens, now_s)
+        self._sample(shape, admission, (local_tokens, wanted_tokens), hit_tokens, now_s)
         if answer.sources:
-            self._hit(session, admission, answer, reached, now_s)
-        missed = ask.max_tokens - reached
+            for tier, count in answer.sources.items():
+                self.hit_tokens[tier] += count
+            first_chunk = admission.keys[0][:1].tobytes()
+            hit = reached - local_tokens
+            self.prefixes.hit(first_chunk, session.key, hit, reached, now_s)
+        missed = wanted_tokens - reached
         if missed <= 0:
             return
         why = Why(Reason(answer.reason)) if answer.reason != _ABSENT else NO_WHY
-        if why is NO_WHY and record is not None and not answer.hit_tokens:
+        if why is NO_WHY and record is not None and not hit_tokens:
             why = record.why  # as it was at the hint of nothing
         if why.reason is _NONE:
             why = why_short(
                 self._pool, shape, admission.keys,
-                hit_tokens=answer.hit_tokens, wanted_tokens=ask.max_tokens,
+                hit_tokens=hit_tokens, wanted_tokens=wanted_tokens,
             )  # fmt: skip
-        self._missed(record, why, missed, whole=reached == ask.local_tokens)
+        self._missed(record, why, missed, whole=reached == local_tokens)
 
     def refused(self, session: Session, admission: int, reason: Reason, now_s: float) -> None:
         """An ask was answered 0 for another reason than what is stored."""
         record = self._record((session.life, admission))
-        if record is not None:
-            record.asks += 1
-            record.why, record.answer_s = Why(reason), now_s
+        if record is None:
+            return
+        former = record.answered
+        if former is not None:
+            record.asked_again += 1
+        record.answered = (*former[:4], now_s) if former else (None, 0, 0, {}, now_s)
+        record.why = Why(reason)
 
-    def unasked(self, session: Session, shape: SessionShape, admission: Admission) -> None:
+    def unasked(self, shape: SessionShape, admission: Admission) -> None:
         """A request ended at its hint of nothing."""
-        record = self._record((session.life, admission.number))
+        record = admission.record
         why = record.why if record is not None else NO_WHY
         self._missed(record, why, longest_tokens(shape, admission), whole=True)
 
@@ -156,16 +172,20 @@ class Journal:
         if shape.whole:
             self.curve.stored(keys[shape.whole[0]], total_bytes)
 
-    def released(self, session: Session, admission: int, now_s: float) -> None:
+    def released(
+        self, session: Session, number: int, admission: Admission | None, now_s: float
+    ) -> None:
         """The engine needs nothing more of this admission."""
-        record = self._record((session.life, admission))
+        record = admission.record if admission is not None else None
+        if record is None:  # its keys were dropped before
+            record = self._record((session.life, number))
         if record is not None and not record.ended_s:
             record.ended_s = now_s
 
     def gone(self, session: Session, now_s: float) -> None:
         """The engine's scheduler half is gone: its last releases may never come."""
         for admission in self.records.admissions_of(session.life):
-            self.released(session, admission, now_s)
+            self.released(session, admission, None, now_s)
 
     def _sample(
         self, shape: SessionShape, admission: Admission, span: tuple[int, int], hit_tokens: int,
@@ -178,16 +198,6 @@ class Journal:
         keys = admission.keys[shape.whole[0]]
         self.curve.looked_up(keys, shape.whole_unit, span, hit_tokens, now_s)
 
-    def _hit(
-        self, session: Session, admission: Admission, answer: Answer, reached: int, now_s: float
-    ) -> None:
-        tokens = 0
-        for tier, count in answer.sources.items():
-            self.hit_tokens[tier] += count
-            tokens += count
-        first_chunk = admission.keys[0][:1].tobytes()
-        self.prefixes.hit(first_chunk, session.key, tokens, reached, now_s)
-
     def _missed(self, record: Record | None, why: Why, tokens: int, *, whole: bool) -> None:
         reason = why.reason or _ABSENT
         self.miss_tokens[reason] += tokens
@@ -199,51 +209,55 @@ class Journal:
 
     def opened(self, run: JobRun, now_s: float) -> None:
         """A job was taken from its first rank."""
-        if run.work.kind == "load":
-            record = self._record((run.job.life, run.job.admission))
-            if record is not None:
-                record.load, record.load_s = "open", now_s
+        record = run.record = self._record((run.job.life, run.job.admission))
+        if record is not None and run.work.kind == "load":
+            record.load_s = now_s
 
     def settled(self, run: JobRun) -> None:
         """Every local rank of a job is terminal."""
-        job, work = run.job, run.work
-        end = _end_of(run)
-        done = end.status == _DONE
-        record = self._record((job.life, job.admission))
+        job, work, parts = run.job, run.work, run.parts
+        if len(parts) == 1 and not run.absent:  # as in most engines
+            (part,) = parts.values()
+            assert part.end is not None, "a settled run is decided"
+            ended: _Ended = (
+                part.end.status,
+                part.end.reason,
+                part.moved_bytes,
+                part.ended_s,
+                part.stages,
+            )
+        else:
+            ended = _end_of(run)
+        status, reason, moved_bytes, ended_s, stages = ended
         if isinstance(job, LoadJob):
-            tokens = job.total_tokens - job.local_tokens
-            self.load_tokens[end.status] += tokens
-            if record is not None:
-                record.load, record.load_reason = end.status, end.reason
-                record.loaded_tokens += tokens if done else 0
-        elif done:
-            self.saved_objects += work.objects
-        if record is not None:
-            if work.kind == "save":
-                record.saves += 1
-                record.saved_objects += work.objects if done else 0
-            record.settled(end)
+            end_tokens, start_tokens, objects = job.total_tokens, job.local_tokens, 0
+            self.load_tokens[status] += end_tokens - start_tokens
+        else:
+            end_tokens, start_tokens = job.end_tokens, 0
+            objects = work.objects if status is _DONE else 0
+            self.saved_objects += objects
+        if run.record is not None:
+            end = JobEnd(
+                work.kind, status, reason, end_tokens, moved_bytes, run.opened_s, ended_s, stages,
+                start_tokens, objects,
+            )  # fmt: skip
+            run.record.settled(end)
 
 
-def _end_of(run: JobRun) -> JobEnd:
+def _end_of(run: JobRun) -> _Ended:
     """Return how a job ended: its worst rank's status, its slowest rank's seconds."""
-    status: str = _DONE
-    reason = _NONE
+    status, reason = _DONE, _NONE
     for absent in run.absent.values():
         status, reason = JobStatusName.FAILED, absent
-    moved_bytes, ended_s, slowest = 0, run.opened_s, None
+    moved_bytes, ended_s, stages = 0, run.opened_s, _NO_TIME
     for part in run.parts.values():
         moved_bytes += part.moved_bytes
-        if slowest is None or part.ended_s >= ended_s:
-            ended_s, slowest = part.ended_s, part
-        if part.end is not None and part.end.status is not _DONE:
-            status, reason = part.end.status, part.end.reason
-    job = run.job
-    end_tokens = job.total_tokens if isinstance(job, LoadJob) else job.end_tokens
-    stages = slowest.stages if slowest is not None else (0.0, 0.0, 0.0)
-    return JobEnd(
-        run.work.kind, status, reason, end_tokens, moved_bytes, run.opened_s, ended_s, stages
-    )
+        if part.ended_s >= ended_s:
+            ended_s, stages = part.ended_s, part.stages
+        end = part.end
+        if end is not None and end.status is not _DONE:
+            status, reason = end.status, end.reason
+    return status, reason, moved_bytes, ended_s, stages
 
 
 def longest_tokens(shape: SessionShape, admission: Admission) -> int:

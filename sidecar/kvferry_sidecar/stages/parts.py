@@ -20,6 +20,7 @@ from kvferry_connector.wire.hot import Job, JobStatusName
 from kvferry_sidecar.engines.base import CopyResult, Direction, Extents
 from kvferry_sidecar.outcomes.ledger import PartKey
 from kvferry_sidecar.outcomes.reasons import Reason
+from kvferry_sidecar.outcomes.records import Record
 from kvferry_sidecar.sessions.model import Peer, Session
 
 
@@ -112,6 +113,7 @@ class JobRun:
     digest: bytes = b""  # over the frames: the other ranks must bring the same
     parts: dict[int, Part] = field(default_factory=dict)  # by rank
     absent: dict[int, Reason] = field(default_factory=dict)  # ranks that never start
+    record: Record | None = None  # what operators are told of its request
 
     def missing(self) -> list[int]:
         """Ranks that may still submit."""

@@ -69,13 +69,13 @@ class Probes:
             self.counters.need_full += 1
             self._core.send(peer, found)
             return
-        declined = found if isinstance(found, Reason) else None
-        self._core.journal.probed(peer, probe, now_s, declined)
         if isinstance(found, Reason):
+            self._core.journal.declined(peer, probe, now_s, found)
             self._core.declines[found] += 1
             self._core.send(peer, Hint(probe.admission, 0, probe.total))
             return
         shape, admission = found
+        self._core.journal.probed(peer, probe, admission, now_s)
 
         def hint(hit_tokens: int, at_s: float) -> None:
             admission.hint_tokens = hit_tokens
@@ -108,8 +108,8 @@ class Probes:
                 # Used until now. A save that is still to come finds its admission forgotten.
                 refresh(self._core.pool, shape, admission.keys)
                 if not admission.leased:
-                    self._count_unasked(peer.session, shape, admission, now_s)
-            self._core.journal.released(peer.session, number, now_s)
+                    self._count_unasked(shape, admission, now_s)
+            self._core.journal.released(peer.session, number, admission, now_s)
             self._core.admissions.drop(life, number)
             self._core.leases.drop_unowned(LeaseKey(life, number))
 
@@ -330,9 +330,7 @@ class Probes:
     def _hit(self, shape: SessionShape, admission: Admission, max_tokens: int) -> int:
         return stored_hit(self._core.pool, shape, admission.keys, max_tokens=max_tokens).tokens
 
-    def _count_unasked(
-        self, session: Session, shape: SessionShape, admission: Admission, now_s: float
-    ) -> None:
+    def _count_unasked(self, shape: SessionShape, admission: Admission, now_s: float) -> None:
         """Count a request that ended at its hint: a miss, or what the engine had itself."""
         if admission.answered:
             return
@@ -342,7 +340,7 @@ class Probes:
         else:
             self.counters.missed_requests += 1
             self.counters.missed_tokens += longest_tokens(shape, admission)
-            self._core.journal.unasked(session, shape, admission)
+            self._core.journal.unasked(shape, admission)
 
     def _count(
         self, session: Session, shape: SessionShape, admission: Admission, ask: Ask, answer: Answer,

@@ -24,6 +24,7 @@ namespaces_asked_max = 32  # looked at after a miss of the whole prompt, the new
 fields_max = 4  # differing fields that are named
 
 _UNKNOWN = Absence.UNKNOWN  # to name it costs Python 3.11 more than a call
+_NOTHING = (0, _UNKNOWN)  # see HostTier.run
 _NEVER = Why(Reason.ABSENT, "not even the first chunk of the prompt is stored")
 
 
@@ -104,14 +105,15 @@ def why_short(
     wanted_tokens: int,
 ) -> Why:
     """Return why a hit ends at ``hit_tokens`` though ``wanted_tokens`` were possible."""
+    if not hit_tokens and shape.whole and pool.run(keys[shape.whole[0]]) == _NOTHING:
+        return _NEVER  # as of most misses
     stored = shape.stored_groups()
     held_tokens, run, place = wanted_tokens, -1, -1
+    absence: Absence | float = _UNKNOWN
     for at in shape.whole:
-        # Most misses are of the first chunk, and to look at it alone costs a part of the whole.
-        known = hit_tokens or pool.prefix(keys[at][:1])
-        chunks = pool.prefix(keys[at]) if known else 0
+        chunks, told = pool.run(keys[at])
         if run < 0 or chunks * stored[at].block_tokens < held_tokens:
-            held_tokens, run, place = chunks * stored[at].block_tokens, chunks, at
+            held_tokens, run, place, absence = chunks * stored[at].block_tokens, chunks, at, told
     align = shape.hit_alignment
     reach_tokens = min(held_tokens, wanted_tokens) // align * align
     if reach_tokens > hit_tokens or place < 0:
@@ -119,9 +121,6 @@ def why_short(
     group, of_group = stored[place], keys[place]
     if run >= len(of_group):
         return Why(Reason.ABSENT, f"all {run} chunks of group {group.group} are stored")
-    absence = pool.absence(of_group[run : run + 1])
-    if absence is _UNKNOWN and run == 0:
-        return _NEVER
     where = f"chunk {run} of group {group.group}, after token {run * group.block_tokens}"
     if absence is _UNKNOWN:
         return Why(Reason.ABSENT, where)

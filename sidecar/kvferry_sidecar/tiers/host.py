@@ -107,10 +107,13 @@ class HostTier:
         """Which keys are ready."""
         return self._pool.present(keys)
 
-    def absence(self, key: Keys) -> Absence | float:
-        """Why a key (1, 16) is not ready: seconds since it was evicted, or another cause."""
-        told = self._pool.absence(key)
-        return told if told >= 0 else _ABSENCES[told]
+    def run(self, keys: Keys) -> tuple[int, Absence | float]:
+        """Number of leading keys that are ready, and why the next one is not.
+
+        The seconds since it was evicted, or another cause; unknown where there is no next one.
+        """
+        count, told = self._pool.run(keys)
+        return count, told if told >= 0 else _ABSENCES[told]
 
     def refresh(self, keys: Keys) -> None:
         """Mark the leading ready keys recently used, the head of the prefix last."""

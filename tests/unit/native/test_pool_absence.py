@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from kvferry_native import Pool
 from support.pools import keys_of, segment
 
@@ -23,12 +22,13 @@ def test_what_became_of_a_missing_key() -> None:
 def examine(pool: Pool) -> None:
     writing = pool.reserve(keys_of(1), PAYLOAD, 1).astype(np.uint32)
     put(pool, 2)
-    assert [pool.absence(keys_of(n)) for n in (1, 2, 3)] == [-2.0, -1.0, -1.0]
+    assert [pool.run(keys_of(n)) for n in (1, 2, 3)] == [(0, -2.0), (1, -1.0), (0, -1.0)]
+    assert pool.run(keys_of(2, 1, 2)) == (1, -2.0)
+    assert pool.run(keys_of()) == (0, -1.0)
     put(pool, *range(10, 40))  # the pool is full now
     put(pool, 50)
     assert not pool.present(keys_of(2))[0]
-    assert 0.0 <= pool.absence(keys_of(2)) < 60.0
     pool.commit(writing)
-    assert pool.absence(keys_of(1)) == -1.0
-    with pytest.raises(ValueError, match="one key"):
-        pool.absence(keys_of(1, 2))
+    run, seconds = pool.run(keys_of(1, 2))
+    assert run == 1
+    assert 0.0 <= seconds < 60.0

@@ -91,7 +91,7 @@ def test_long_prompts_are_sampled_from_the_first_on():
 def test_uses_of_few_keys_are_bounded_too():
     curve = Curve(pool_bytes=1400, tracked_max=64)
     played(curve, [[1, 2, 3]] * 500)
-    assert len(curve._uses) <= 4 * 64 + 3
+    assert curve._counted.uses <= 4 * 64 + 3
     assert curve.reading().missed_tokens == [48.0] * len(SIZES)
 
 

@@ -139,10 +139,8 @@ def test_nothing_of_it_is_imported_where_traces_are_off():
 def record(number=1, *, status="done", seconds=0.01, trace="", ended=True):
     one = Record(("e", "i"), f"r{number}", number, 100.0, 64)
     one.trace = trace
-    one.hint_tokens, one.hint_s = 48, 100.001
-    one.load = status
+    one.hint, one.load_s = (48, 100.001), 100.1
     reason = Reason.CHECKSUM if status == "failed" else Reason.NONE
-    one.load_reason = reason
     stages = (0.0, 0.0, seconds)
     one.settled(JobEnd("load", status, reason, 48, 4096, 100.1, 100.1 + seconds, stages))
     one.ended_s = 100.2 + seconds if ended else 0.0
