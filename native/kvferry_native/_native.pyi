@@ -195,6 +195,12 @@ class Pool:
         """Invisible at once; freed now or with the last lease."""
     def clear(self) -> int:
         """Drop every entry that is neither leased, writing nor pinned hard; returns how many."""
+    def evict_to(self, used_bytes: int, most: int) -> int:
+        """Evict the least recently used until no more than ``used_bytes`` are used.
+
+        At most ``most`` entries; returns how many. What is leased, being written or pinned (softly
+        too) stays.
+        """
     def take_evicted(self) -> bytes:
         """Keys evicted since the last call, 16 bytes each, oldest first (at most 16,384)."""
     def check(self) -> list[str]:

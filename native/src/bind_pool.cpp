@@ -319,6 +319,12 @@ void bind_changes(nb::class_<PyPool>& pool) {
         .def("abort", &call<&Pool::abort>, "entries"_a.noconvert())
         .def("doom", &call<&Pool::doom>, "entries"_a.noconvert())
         .def("clear", [](PyPool& self) { return self.get().clear(); })
+        .def(
+            "evict_to",
+            [](PyPool& self, uint64_t used_bytes, uint64_t most) {
+                return self.get().evict_to(used_bytes, most);
+            },
+            "used_bytes"_a, "most"_a)
         .def("take_evicted", &py_take_evicted)
         .def("close", &PyPool::close);
 }

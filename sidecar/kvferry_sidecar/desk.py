@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from structlog.typing import FilteringBoundLogger as Log
 
-from kvferry_sidecar.config import Loaded
 from kvferry_sidecar.doctor.finding import Finding
 from kvferry_sidecar.engines.base import GpuUse
 from kvferry_sidecar.errors import RequestError
@@ -28,6 +27,7 @@ from kvferry_sidecar.observe.status import Document, TracesStatus
 from kvferry_sidecar.observe.traces import Traces
 from kvferry_sidecar.outcomes.records import Hot, Record
 from kvferry_sidecar.pipeline import Pipeline
+from kvferry_sidecar.reload import Drift, Reloader
 from kvferry_sidecar.sessions.attach import AttachServer
 from kvferry_sidecar.sessions.registry import Registry
 from kvferry_sidecar.stages.objects import Changed, Filter, NamespaceView, ObjectsPage, PinName
@@ -95,6 +95,13 @@ class DropObjects(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dry_run: bool = False
 
 
+class Evict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Evict the coldest objects until at most ``to_percent`` of the pool is used."""
+
+    to_percent: Annotated[int, msgspec.Meta(ge=0, le=100)]
+    dry_run: bool = False
+
+
 class Warm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bring these objects from slower tiers into the pool: (namespace, group, key) in hex."""
 
@@ -120,25 +127,25 @@ ACTIONS: Mapping[str, type[msgspec.Struct]] = {
     "flush": Plain,
     "pin-objects": PinObjects,
     "drop-objects": DropObjects,
+    "evict": Evict,
     "warm": Warm,
 }
 SAVES = "saves"  # degraded while an operator has paused them
 
 
 class Desk:
-    """``drain`` and ``reload`` are the composition root's; the rest is read from ``parts``."""
+    """``drain`` is the composition root's; the rest is read from ``parts``."""
 
     def __init__(
         self,
         parts: Parts,
         *,
         epoch: int,
-        loaded: Callable[[], Loaded],
+        reloader: Reloader,
         lines: logs.Lines,
         degraded: MutableMapping[str, str],
         findings: Sequence[Finding],
         drain: Callable[[float], None],
-        reload: Callable[[bool], dict[str, object]],
         faults: FaultKit,
         progress: Progress,
         gpus: Callable[[], list[GpuUse]],
@@ -147,12 +154,11 @@ class Desk:
     ) -> None:
         self._parts = parts
         self._epoch = epoch
-        self._loaded = loaded
+        self._reloader = reloader
         self._lines = lines
         self._degraded = degraded
         self._findings = tuple(findings)
         self._drain = drain
-        self._reload = reload
         self._faults = faults
         self._progress = progress
         self._told = (-1.0, b"")
@@ -233,9 +239,13 @@ class Desk:
         """Return the last events of the log, oldest first. Any thread may ask."""
         return list(self._lines.recent.copy())
 
+    def drift(self) -> Drift:
+        """Return where the settings in effect are not those on disk. Any thread may ask."""
+        return self._reloader.drift()
+
     def settings(self) -> list[tuple[str, str, str]]:
         """Return (key, value, origin) of every setting. Any thread may ask."""
-        return self._loaded().rows()
+        return self._reloader.loaded.rows()
 
     # --- actions ------------------------------------------------------------------------------
 
@@ -257,6 +267,8 @@ class Desk:
             return {"leases": dropped}
         if isinstance(wanted, Warm):
             return self._warm(wanted, now_s)
+        if isinstance(wanted, Evict):
+            return self._evict(wanted)
         if isinstance(wanted, PinObjects | DropObjects):
             return msgspec.structs.asdict(self._change(wanted, now_s))
         if isinstance(wanted, Faults):
@@ -267,7 +279,7 @@ class Desk:
                 logs.set_level(wanted.level)
             return {"level": wanted.level}
         if name == "reload":
-            return self._reload(dry_run)
+            return self._reloader.reload(dry_run)
         if name in ("pause-saves", "resume-saves"):
             return self._pause(dry_run, paused=name == "pause-saves")
         if name == "flush":
@@ -309,6 +321,13 @@ class Desk:
             self._progress.begin("warm", "objects", countdown(warmer.waiting(), warmer.waiting))
         return msgspec.structs.asdict(taken)
 
+    def _evict(self, wanted: Evict) -> dict[str, object]:
+        objects = self._parts.pipeline.objects
+        over_bytes = objects.evict(wanted.to_percent, dry_run=wanted.dry_run)
+        if over_bytes and not wanted.dry_run:
+            self._progress.begin("evict", "bytes", countdown(over_bytes, objects.over_bytes))
+        return {"bytes": over_bytes}
+
     def _change(self, wanted: PinObjects | DropObjects, now_s: float) -> Changed:
         objects, dry_run = self._parts.pipeline.objects, wanted.dry_run
         if isinstance(wanted, PinObjects):
@@ -324,7 +343,7 @@ class Desk:
             snapshot,
             self._parts.pool.stats(),
             view,
-            msgspec.to_builtins(self._loaded().config, enc_hook=str),
+            msgspec.to_builtins(self._reloader.loaded.config, enc_hook=str),
             now_s,
         )
         return msgspec.structs.replace(

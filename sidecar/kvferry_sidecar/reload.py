@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
+import msgspec
 from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar import config
@@ -19,6 +20,27 @@ from kvferry_sidecar.errors import ConfigError
 
 file_check_s = 2.0  # how often the file is looked at
 DEGRADED = "configuration"
+
+
+class Differing(msgspec.Struct, frozen=True):
+    """A setting that is not in effect as it is on disk; ``needs_restart``: nothing else helps."""
+
+    key: str
+    running: str
+    on_disk: str
+    origin: str
+    needs_restart: bool
+
+
+class Drift(msgspec.Struct, frozen=True):
+    """Where the settings in effect are not those of file, environment and flags as they are now.
+
+    ``error``: why they cannot be read; nothing is known then.
+    """
+
+    file: str
+    settings: list[Differing] = []
+    error: str = ""
 
 
 class Reloader:
@@ -71,6 +93,24 @@ class Reloader:
             self._take(fresh, hot)
             self._log.info("configuration read", changed=sorted(hot), needs_restart=cold)
         return {"changed": sorted(hot), "needs_restart": cold}
+
+    def drift(self) -> Drift:
+        """Read everything again and compare; changes nothing. Any thread may ask."""
+        loaded = self.loaded
+        file = str(loaded.file or "")
+        try:
+            fresh = self._read()
+        except ConfigError as error:
+            return Drift(file, error=error.message)
+        running = {key: value for key, value, _ in loaded.rows()}
+        return Drift(
+            file,
+            [
+                Differing(key, running[key], value, origin, needs_restart=key not in HOT)
+                for key, value, origin in fresh.rows()
+                if value != running[key]
+            ],
+        )
 
     def _take(self, fresh: Loaded, hot: dict[str, object]) -> None:
         self._degraded.pop(DEGRADED, None)

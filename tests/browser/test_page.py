@@ -89,6 +89,7 @@ WANTED = (
     ("", "Slower tiers", "None is configured."), ("", "Paths of the bytes", "RDMA"),
     ("", "Paths of the bytes", "pool on NUMA nodes"), ("events", "Events", "session ready"),
     ("flight", "Slowest jobs", "fence"), ("settings", "Settings in effect", "tiers.host.bytes"),
+    ("settings", "Not as on disk", "Nothing: what runs is what is written."),
     ("actions", "Actions", "pause-saves"), ("actions", "Actions", "log-level"),
     ("doctor", "Doctor", "Download a support bundle"),
 )  # fmt: skip
@@ -190,6 +191,11 @@ def test_an_action_is_planned_first_and_needs_the_token(page):
     page.get_by_role("button", name="reload").click()
     page.get_by_role("button", name="Do it").click()
     page.get_by_text('done: {"action":"reload"').wait_for()
+    page.get_by_label("percent to be used").fill("100")
+    page.get_by_role("button", name="evict").click()
+    page.get_by_text('{"action":"evict","dry_run":true,"bytes":0}').wait_for()
+    page.get_by_role("button", name="Do it").click()
+    page.get_by_text('done: {"action":"evict","dry_run":false,"bytes":0}').wait_for()
 
 
 def test_the_keyboard_reaches_the_views(page):

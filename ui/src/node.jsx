@@ -101,10 +101,21 @@ export const Events = ({ events }) => (
 
 export const Settings = () => {
   const { data, error } = usePoll("config", 10000);
+  const drift = usePoll("config/drift", 10000);
+  const { file, settings = [], error: unreadable } = drift.data ?? {};
   return (
-    <Panel title="Settings in effect" wide note={error}>
-      <Table empty="None." columns={["key", "value", "from"]} rows={(data ?? []).map((row) => [row.key, row.value, row.origin])} />
-    </Panel>
+    <div class="grid">
+      <Panel title="Not as on disk" wide note={drift.error || unreadable || `Compared with ${file ? `${file}, ` : ""}the environment and the flags, as they are now.`}>
+        <Table
+          empty={drift.data && !unreadable ? "Nothing: what runs is what is written." : "Not known."}
+          columns={["key", "runs with", "on disk", "from", "takes effect"]}
+          rows={settings.map((row) => [row.key, row.running, row.on_disk, row.origin, row.needs_restart ? "after a restart" : "when it is read again (reload)"])}
+        />
+      </Panel>
+      <Panel title="Settings in effect" wide note={error}>
+        <Table empty="None." columns={["key", "value", "from"]} rows={(data ?? []).map((row) => [row.key, row.value, row.origin])} />
+      </Panel>
+    </div>
   );
 };
 
@@ -225,6 +236,24 @@ const Objects = ({ token }) => {
   );
 };
 
+// The coldest objects go until so much of the pool is used.
+const Evict = ({ token }) => {
+  const [to_percent, set] = useState(80);
+  const clamped = (text) => Math.min(100, Math.max(0, Math.round(text)));
+  return (
+    <>
+      <h2>Room in the pool</h2>
+      <div class="filters">
+        <label>
+          percent to be used{" "}
+          <input type="number" min="0" max="100" value={to_percent} onInput={(e) => set(clamped(e.target.value))} />
+        </label>
+      </div>
+      <Action name="evict" text={`Evict what is coldest, neither leased nor pinned, until at most ${to_percent} % of the pool is used.`} body={{ to_percent }} token={token} key={to_percent} />
+    </>
+  );
+};
+
 export const Actions = () => {
   const [token, setToken] = useState("");
   return (
@@ -235,6 +264,7 @@ export const Actions = () => {
       {ACTIONS.map(([name, text, body]) => (
         <Action key={name} name={name} text={text} body={body} token={token} />
       ))}
+      <Evict token={token} />
       <Objects token={token} />
     </Panel>
   );

@@ -127,6 +127,9 @@ class Pool {
     void doom(Ids ids);
     // What may be evicted, pinned softly or not; returns how many.
     uint64_t clear();
+    // Evicts the least recently used until no more than `used_bytes` are, at most `most` entries;
+    // returns how many. What is pinned stays, softly or not.
+    uint64_t evict_to(uint64_t used_bytes, uint64_t most);
     // Changes how ready entries are pinned; others are left as they are.
     void pin(Ids ids, Pin level);
     // Appends the ready ones of `count` entries from id `first` on; returns the id to go on with,

@@ -111,7 +111,8 @@ void MissCurve::choose(uint64_t unit_bytes) {
     }
     chosen_ = true;
     const double most = std::floor(kSizes.back() * pool_bytes_ / static_cast<double>(unit_bytes));
-    while (halvings_ < kHalvingsMax && std::ldexp(most, -int(halvings_)) > static_cast<double>(kept_max_)) {
+    while (halvings_ < kHalvingsMax &&
+           std::ldexp(most, -int(halvings_)) > static_cast<double>(kept_max_)) {
         ++halvings_;
     }
 }

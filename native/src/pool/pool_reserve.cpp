@@ -177,6 +177,14 @@ bool Pool::evict_anywhere(bool soft) {
     return true;
 }
 
+uint64_t Pool::evict_to(uint64_t used_bytes, uint64_t most) {
+    uint64_t evicted = 0;
+    while (evicted < most && slabs_.used_bytes() > used_bytes && evict_anywhere(false)) {
+        ++evicted;
+    }
+    return evicted;
+}
+
 // Compares like with like, so that a scan in one class does not push out another's entries that
 // proved their worth: a slab with protected entries has to be older than this class's own
 // protected ones.

@@ -159,6 +159,33 @@ def drop(tier: str, dry_run: bool, as_json: bool, **given: Any) -> int:
     return _act("drop-objects", {"tiers": tier}, dry_run, as_json, given)
 
 
+@objects.command()
+@options.config_file
+@options.setting_flags("run_dir")
+@click.option("--to-percent", required=True, type=click.IntRange(0, 100), help="Of the pool used.")
+@click.option("--dry-run", is_flag=True, help="Only say how much it is.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def evict(
+    file: Path | None,
+    assignments: tuple[str, ...],
+    to_percent: int,
+    dry_run: bool,
+    as_json: bool,
+    **values: object,
+) -> int:
+    """Evict what is coldest until so much of the pool is used; pinned and leased objects stay.
+
+    It goes on in the sidecar: `kvferry status` shows how far it is.
+    """
+    api = Api(options.load(file, values, assignments).config.run_dir)
+    did = api.act("evict", to_percent=to_percent, dry_run=dry_run)
+    if as_json:
+        _print_json(did)
+    else:
+        print(f"{size_text(int(str(did['bytes'])))}: {'would go' if dry_run else 'going'}")
+    return ExitCode.OK
+
+
 def _pin(level: str, dry_run: bool, as_json: bool, given: dict[str, Any]) -> int:
     return _act("pin-objects", {"pin": level}, dry_run, as_json, given)
 

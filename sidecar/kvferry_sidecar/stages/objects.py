@@ -25,6 +25,7 @@ from kvferry_sidecar.tiers.runner import CallResult, Drop, List
 from kvferry_sidecar.tiers.store import Listed
 
 expiry_step_s = 0.1  # between two pages that are looked at for objects past their time
+evict_step = 4096  # objects that one turn evicts to come to a watermark
 _Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,32}$")]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -101,6 +102,7 @@ class Objects:
         self._desk = desk
         self._expire_at_s = 0.0
         self._expire_from = 0
+        self._evict_to_bytes: int | None = None  # while the pool is brought to a watermark
         self.expired = 0
 
     # --- questions ----------------------------------------------------------------------------
@@ -214,8 +216,38 @@ class Objects:
                 self._drop(scan.entries[rows], scan.keys[rows])
         return _changed(scan, rows, 0)
 
+    def evict(self, to_percent: int, *, dry_run: bool) -> int:
+        """Evict the coldest from the next turn on, until so much of the pool is used.
+
+        Returns the bytes that are to go. What is leased, being written or pinned stays.
+        """
+        stats = self._core.pool.stats()
+        to_bytes = stats.total_bytes * to_percent // 100
+        if not dry_run:
+            self._evict_to_bytes = to_bytes
+        return max(0, stats.used_bytes - to_bytes)
+
+    def over_bytes(self) -> int:
+        """Bytes that are still to go; 0 when nothing more can."""
+        if self._evict_to_bytes is None:
+            return 0
+        return max(0, self._core.pool.stats().used_bytes - self._evict_to_bytes)
+
     def tick(self, now_s: float) -> float:
-        """Drop what is older than its namespace allows; returns seconds until wanted again."""
+        """Make room and drop what is too old; returns seconds until wanted again."""
+        return min(self._evict_some(now_s), self._expire_some(now_s))
+
+    def _evict_some(self, now_s: float) -> float:
+        if self._evict_to_bytes is None:
+            return math.inf
+        evicted = self._core.pool.evict_to(self._evict_to_bytes, evict_step)
+        self._core.note_evictions(now_s)
+        if evicted == evict_step:
+            return 0.0
+        self._evict_to_bytes = None
+        return math.inf
+
+    def _expire_some(self, now_s: float) -> float:
         if not any(rule.ttl_s for rule in self._core.rules):
             return math.inf
         if now_s >= self._expire_at_s:

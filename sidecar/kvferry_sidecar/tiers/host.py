@@ -203,6 +203,13 @@ class HostTier:
         """Drop what is neither leased, being written nor pinned hard; returns how many."""
         return self._pool.clear()
 
+    def evict_to(self, used_bytes: int, most: int) -> int:
+        """Evict the coldest until ``used_bytes`` are used, at most ``most`` objects; how many.
+
+        What is leased, being written or pinned stays.
+        """
+        return self._pool.evict_to(used_bytes, most)
+
     def pin(self, entries: Entries, pin: Pin) -> None:
         """Keep ready objects as ``pin`` says, also over restarts; others stay as they are."""
         self._pool.pin(entries, int(pin))

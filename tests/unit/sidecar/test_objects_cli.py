@@ -68,6 +68,19 @@ def test_objects_are_listed_pinned_over_a_restart_and_dropped(told, tmp_path, mo
         done = json.loads(told(sidecar, "drop", "--namespace", namespace[:6], "--json")[1])
         assert (done["objects"], done["dry_run"]) == (2, False)
         assert engine.get("kept") == 0
+        engine.put("cold")
+        lines = told(sidecar, "list")[1].splitlines()
+        some.write_text(lines[0])
+        told(sidecar, "pin", "--keys-file", str(some))
+        assert "would go" in told(sidecar, "evict", "--to-percent", "0", "--dry-run")[1]
+        assert len(told(sidecar, "list")[1].splitlines()) == len(lines) == 3
+        assert told(sidecar, "evict", "--to-percent", "100") == (0, "0 B: going\n")
+        assert told(sidecar, "evict", "--to-percent", "0")[0] == 0
+        kept = lines[0].split()[2]
+        wait_until(
+            lambda: told(sidecar, "list")[1].split()[2::6] == [kept], "the pinned one is left"
+        )
+        assert told(sidecar, "evict", "--to-percent", "101")[0] == 2
         assert told(sidecar, "list", "--tenant", "nobody")[0] == 1
         (tmp_path / "bad").write_text("no list at all\n")
         code, text = told(sidecar, "pin", "--keys-file", str(tmp_path / "bad"))

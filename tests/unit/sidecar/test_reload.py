@@ -7,7 +7,7 @@ import signal
 import pytest
 from kvferry_connector.wire.attach import Group, Placement
 from kvferry_sidecar import config
-from kvferry_sidecar.reload import DEGRADED, Reloader, file_check_s
+from kvferry_sidecar.reload import DEGRADED, Drift, Reloader, file_check_s
 from support.http import Http
 from support.pipeline_bed import NullLog
 from support.raw_half import KvMemory, RawHalf, engine_registration
@@ -46,6 +46,21 @@ def test_a_change_of_the_file_is_noticed_and_hot_settings_count(file):
     assert applied.limits.ranks_max == config.load(environment={}).config.limits.ranks_max
     assert bench.reloader.loaded.origins["limits.jobs_max"] == f"file {file}"
     assert bench.reloader.loaded.origins["limits.ranks_max"] == "default"
+
+
+def test_what_is_not_as_on_disk_is_told(file):
+    bench = Bench(file)
+    assert bench.reloader.drift() == Drift(str(file))
+    file.write_text("[limits]\njobs_max = 50\nranks_max = 2\n")
+    waiting = {one.key: (one.on_disk, one.needs_restart) for one in bench.reloader.drift().settings}
+    assert waiting == {"limits.jobs_max": ("50", False), "limits.ranks_max": ("2", True)}
+    bench.reloader.reload()
+    (left,) = bench.reloader.drift().settings
+    default = str(config.load(environment={}).config.limits.ranks_max)
+    assert (left.key, left.running, left.origin) == ("limits.ranks_max", default, f"file {file}")
+    file.write_text("[limits]\njobs_max = 'lots'\n")
+    assert "jobs_max" in bench.reloader.drift().error
+    assert bench.degraded == {}, "a question changes nothing"
 
 
 def test_a_bad_file_keeps_the_last_good_one_and_says_so(file):

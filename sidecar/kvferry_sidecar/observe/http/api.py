@@ -66,6 +66,7 @@ class Api:
             "requests/{name:path}": self.explain,
             "events": self.events,
             "config": self.settings,
+            "config/drift": self.drift,
             "doctor": self.doctor,
         }
 
@@ -194,6 +195,13 @@ class Api:
         """Every setting, and where it came from."""
         rows = [] if self._window.desk is None else self._window.desk.settings()
         return [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
+
+    async def drift(self, _request: Request) -> object:
+        """Where the settings in effect are not those on disk."""
+        desk = self._window.desk
+        if desk is None:
+            raise UnavailableError("the sidecar is starting")
+        return await asyncio.to_thread(desk.drift)
 
     async def doctor(self, _request: Request) -> object:
         """What `kvferry doctor` finds."""

@@ -65,6 +65,9 @@ class Desk(Protocol):
     def events(self) -> Sequence[Mapping[str, object]]:
         """Return the last events of the log."""
 
+    def drift(self) -> object:
+        """Return where the settings in effect are not those on disk (reads files)."""
+
     def settings(self) -> Sequence[tuple[str, str, str]]:
         """Return every setting with its origin."""
 
