@@ -7,6 +7,8 @@ and recovery of the sidecar are as ever. The hook thread of the worker owns it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvferry_connector.client import Client
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.half import Half, refusal_text
@@ -24,7 +26,7 @@ class Deputy:
     def __init__(self, config: FerryConfig, half: Half, engine: RegisterEngine) -> None:
         self._rank = half.rank
         self._version = engine.version
-        scheduler = Half("scheduler", half.engine_id, half.instance_id)
+        scheduler = replace(half, role="scheduler", rank=-1, fence_fd=None)
         self._client = Client(config, scheduler, engine)
         self._client.start()
         self._said: NodeState | None = None

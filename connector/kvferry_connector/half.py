@@ -44,6 +44,7 @@ class Half:
     instance_id: str
     rank: int = -1
     fence_fd: int | None = None
+    dp_rank: int = 0
 
     @property
     def name(self) -> str:
@@ -74,6 +75,8 @@ def introduce(
         pid=os.getpid(),
         fence=bool(fence),
         memories=[handle.memory for handle in memories],
+        host=os.uname().nodename,
+        dp_rank=half.dp_rank,
     )
     return hello, fds
 

@@ -57,14 +57,15 @@ class SchedulerHalf:
         config: FerryConfig,
     ) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        dcp = vllm_config.parallel_config.decode_context_parallel_size
-        transfer = vllm_config.kv_transfer_config
+        parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+        dcp = parallel.decode_context_parallel_size
         self._config = config
         self._make_client: MakeClient = Client
-        self._half = Half("scheduler", transfer.engine_id, vllm_config.instance_id)
+        ids = (transfer.engine_id, vllm_config.instance_id)
+        self._half = Half("scheduler", *ids, dp_rank=int(parallel.data_parallel_index))
         self._engine = describe_engine(vllm_config, kv_cache_config, os.urandom(NONCE_BYTES))
         self._version = self._engine.version
-        self._world_size = int(vllm_config.parallel_config.world_size)
+        self._world_size = int(parallel.world_size)
         self._block_tokens = [s.block_size * (dcp if s.dcp_sharded else 1) for s in specs]
         kinds = [spec_kind(spec)[0] for spec in specs]
         self._states = {group for group, kind in enumerate(kinds) if kind == "mamba"}

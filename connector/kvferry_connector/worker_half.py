@@ -159,7 +159,8 @@ class WorkerHalf:
     def _half(self) -> Half:
         config = self._vllm_config
         ids = (config.kv_transfer_config.engine_id, config.instance_id)
-        return Half("worker", *ids, self._rank, self._fence.fd)
+        dp_rank = int(config.parallel_config.data_parallel_index)
+        return Half("worker", *ids, self._rank, self._fence.fd, dp_rank)
 
     def handshake(self) -> FerryHandshake | None:
         """Return where this rank lives; None when its memory could not be registered."""

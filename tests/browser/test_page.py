@@ -79,7 +79,8 @@ def test_every_panel_is_there_and_live(page, address, tmp_path):
 # What an operator looks for: (view, panel, words), in the order of weight.
 WANTED = (
     ("", "Engines and ranks", "in flight"), ("", "Engines and ranks", "last message"),
-    ("", "Engines and ranks", "memory mapped"), ("", "Hits, in tokens", "from host"),
+    ("", "Engines and ranks", "memory mapped"), ("", "Engines and ranks", "engine-pod-1"),
+    ("", "Engines and ranks", "dp 0"), ("", "Hits, in tokens", "from host"),
     ("", "Why tokens missed", "absent"), ("", "Host pool", "pinned"), ("", "Host pool", "leased"),
     ("", "Throughput", "save"), ("", "Latency by stage", "load copy"),
     ("", "Break-even", "computing a token"), ("", "Evictions", "half stayed"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,6 +157,8 @@ def test_two_data_parallel_engines_share_what_one_saved(tmp_path: Path) -> None:
             sessions = wait_until(lambda: ready_sessions(sidecar), "both engines are ready")
             assert sessions[0]["namespace"] == sessions[1]["namespace"]
             assert [session["ranks"] for session in sessions] == [[0], [0]]
+            halves = [(half["dp_rank"], half["host"]) for one in sessions for half in one["halves"]]
+            assert sorted(halves) == [(place, os.uname().nodename) for place in (0, 0, 1, 1)]
             cold = answer(engines, 0, tokens)
             ((chunk_bytes,),) = {
                 tuple(half["payload_bytes"])

@@ -65,6 +65,7 @@ class Sleeper:
                 tensor_parallel_size=1,
                 pipeline_parallel_size=1,
                 decode_context_parallel_size=1,
+                data_parallel_index=0,
             ),
             kv_transfer_config=SimpleNamespace(engine_id="sleeper"),
             device_config=SimpleNamespace(device_type="cpu" if kind == "host" else "cuda"),

@@ -72,6 +72,7 @@ def main(run_dir: str, kind: str) -> None:
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
+            data_parallel_index=0,
         ),
         kv_transfer_config=SimpleNamespace(engine_id=f"stand-in-{os.getpid()}"),
         device_config=SimpleNamespace(device_type="cpu" if kind == "cpu" else "cuda"),

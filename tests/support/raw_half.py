@@ -214,6 +214,7 @@ class RawHalf:
             "pid": os.getpid(),
             "fence": self.memory is not None,
             "memories": self.memory.offered() if self.memory else [],
+            "host": "engine-pod-1",
         }
         return Hello(**(fields | changes))
 

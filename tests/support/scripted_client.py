@@ -76,7 +76,7 @@ def worker_half_over(client: ScriptedClient, patch: pytest.MonkeyPatch) -> Worke
     patch.setattr(worker_half, "describe_rank", lambda *_, **__: None)
     patch.setattr(worker_half, "Client", lambda *_: client)
     vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=3),
+        parallel_config=SimpleNamespace(rank=3, data_parallel_index=0),
         kv_transfer_config=SimpleNamespace(engine_id="e"),
         instance_id="i",
     )

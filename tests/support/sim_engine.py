@@ -81,7 +81,10 @@ class SimEngine:
         return SchedulerHalf(
             SimpleNamespace(
                 parallel_config=SimpleNamespace(
-                    decode_context_parallel_size=1, world_size=shape.ranks, life=self.life
+                    decode_context_parallel_size=1,
+                    world_size=shape.ranks,
+                    data_parallel_index=0,
+                    life=self.life,
                 ),
                 kv_transfer_config=SimpleNamespace(
                     engine_id=shape.name, kv_load_failure_policy="recompute"

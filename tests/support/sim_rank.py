@@ -93,6 +93,7 @@ class SimRank:
                     tensor_parallel_size=shape.ranks,
                     pipeline_parallel_size=1,
                     decode_context_parallel_size=1,
+                    data_parallel_index=0,
                 )
             ),
             None,

@@ -54,7 +54,7 @@ MEMORIES = [
     attach.Memory(1, 8192, "cuda", attach.CudaMemory(b"h" * 64, 512, 1 << 21, b"u" * 16, 9, 42)),
 ]
 ATTACH_FROM_PEER: list[attach.FromPeer] = [
-    attach.Hello(1, 1, "worker", "engine", "abcde", 0, 42, True, MEMORIES, "x"),
+    attach.Hello(1, 1, "worker", "engine", "abcde", 0, 42, True, MEMORIES, "x", "vllm-0", 1),
     attach.RegisterEngine(LIFE, VERSION, [0], 128, 128, 128, "recompute", None, True, 2, True, 3),
     attach.RegisterRank(
         serial=1,

@@ -54,11 +54,12 @@ const Work = ({ progress, ended }) => (
   </Panel>
 );
 
-// Rank 1 of 4 in tensor parallel, and so on where there is more than one stage.
+// Rank 1 of 4 in tensor parallel, and so on where there is more than one; of how many engines in data
+// parallel is not known here.
 const place = ({ identity }, half) => {
   const sizes = [["tp", identity.tp_size], ["pp", identity.pp_size], ["dcp", identity.dcp_size]];
   const told = sizes.map(([name, size], i) => [name, size, half.position?.[i]]).filter(([name, size, at]) => at != null && (name === "tp" ? size : size > 1));
-  return told.map(([name, size, at]) => `${name} ${at} of ${size}`).join(", ") || "–";
+  return [`dp ${half.dp_rank}`, ...told.map(([name, size, at]) => `${name} ${at} of ${size}`)].join(", ");
 };
 
 const Ranks = ({ status }) => {
@@ -69,7 +70,7 @@ const Ranks = ({ status }) => {
     <Panel title="Engines and ranks" wide note={error}>
       <Table
         empty="No engine is attached. Engines attach by themselves; see docs: When hits are missing."
-        columns={["engine", "half", "state", "place", "in flight", "last message", "last beat", "pid", "generation", "memory mapped", "in", "namespace"]}
+        columns={["engine", "half", "state", "place", "pod or host", "in flight", "last message", "last beat", "pid", "generation", "memory mapped", "in", "namespace"]}
         rows={status.sessions.flatMap((session) => [
           ...session.halves.map((half) => [
             name_of(session),
@@ -77,6 +78,7 @@ const Ranks = ({ status }) => {
             (session.ready ? "ready" : half.registered ? "registered" : "attached") +
               (half.connected ? "" : ", disconnected"),
             place(session, half),
+            half.host || "–",
             half.rank < 0 ? "–" : count(in_flight(name_of(session), half.rank)),
             half.message_age_s == null ? "–" : `${seconds(half.message_age_s)} ago`,
             `${seconds(half.beat_age_s)} ago`,
@@ -88,7 +90,7 @@ const Ranks = ({ status }) => {
           ]),
           ...session.ranks
             .filter((rank) => !session.halves.some((half) => half.rank === rank))
-            .map((rank) => [name_of(session), `rank ${rank}`, <span class="verdict-fail">missing</span>, ...Array(9).fill("–")]),
+            .map((rank) => [name_of(session), `rank ${rank}`, <span class="verdict-fail">missing</span>, ...Array(10).fill("–")]),
         ])}
       />
     </Panel>

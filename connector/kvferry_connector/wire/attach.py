@@ -115,6 +115,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message. Descriptors in order: pidfd of the half, [fence page], memories.
 
     ``role`` is "scheduler" or "worker"; ``rank`` is the global rank, -1 for the scheduler half.
+    Only shown: ``host``, the name of its host (its pod's), and ``dp_rank``, the engine's place
+    among data-parallel ones.
     """
 
     protocol_min: int
@@ -127,6 +129,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     fence: bool = False
     memories: list[Memory] = []
     software: str = ""
+    host: str = ""
+    dp_rank: int = 0
 
 
 class RegisterEngine(msgspec.Struct, frozen=True, tag="engine"):

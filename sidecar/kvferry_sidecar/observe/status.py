@@ -51,6 +51,8 @@ class HalfStatus(msgspec.Struct, frozen=True):
     memory: str = ""  # where its KV memory is: "shared memory", "GPU 0"
     message_age_s: float | None = None
     position: list[int] = []  # tensor, pipeline and decode context parallel rank
+    host: str = ""  # its pod's name, as a rule
+    dp_rank: int = 0  # its engine's, among data-parallel ones
 
 
 class SessionStatus(msgspec.Struct, frozen=True):
@@ -233,6 +235,8 @@ def _half(peer: Peer, now_s: float) -> HalfStatus:
             round(max(now_s - peer.last_message_s, 0.0), 3) if peer.last_message_s else None
         ),
         position=list(geometry.position) if geometry else [],
+        host=bounded(peer.host),
+        dp_rank=peer.dp_rank,
         memory=", ".join(sorted({_place(memory) for memory in peer.memories.values()})),
     )
 

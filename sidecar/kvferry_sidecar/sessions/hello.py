@@ -55,6 +55,12 @@ def check(hello: Hello, fds: int) -> int:
         chars = len(getattr(hello, name))
         if not 1 <= chars <= id_chars_max:
             raise HelloError(name, f"{name} has {chars} characters; it has 1 to {id_chars_max}")
+    if len(hello.host) > id_chars_max or not 0 <= hello.dp_rank <= rank_max:
+        raise HelloError(
+            "host",
+            f"host has {len(hello.host)} characters (at most {id_chars_max}), or data-parallel "
+            f"rank {hello.dp_rank} is not 0 to {rank_max}",
+        )
     if scheduler and (hello.fence or hello.memories):
         raise HelloError("memories", "a scheduler half has no fence page and no memory")
     if not scheduler and not hello.fence:

@@ -78,6 +78,8 @@ class Peer:
     last_beat_s: float = 0.0
     last_message_s: float = 0.0  # on the hot channel; 0: none yet
     registration: RegisterEngine | RegisterRank | None = None  # as last accepted
+    host: str = ""  # where it says it lives, and as which data-parallel engine: only shown
+    dp_rank: int = 0
     # What the memories are, whatever descriptor they came by: buffer -> (device, inode, bytes).
     backing: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 

@@ -92,10 +92,8 @@ class Registry:
     ) -> None:
         self.tenants, self._shared_store = tenants, shared_store
         self._limits, self._retention = limits, retention
-        self._events = events
-        self._liveness = liveness
-        self._validate = validate
-        self._digest = digest
+        self._events, self._liveness = events, liveness
+        self._validate, self._digest = validate, digest
         self._push = push
         self._log = log
         self._generation = 0
@@ -192,6 +190,8 @@ class Registry:
             pid=hello.pid,
             fence=claim.offer.fence,
             last_beat_s=now_s,
+            host=hello.host,
+            dp_rank=hello.dp_rank,
         )
         if hello.role == "scheduler":
             session.scheduler = peer

@@ -67,6 +67,7 @@ def test_without_registered_memory_sleep_does_nothing(client: ScriptedClient) ->
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
         decode_context_parallel_size=1,
+        data_parallel_index=0,
     )
     config = SimpleNamespace(parallel_config=parallel)
     half = WorkerHalf(config, None, FerryConfig())

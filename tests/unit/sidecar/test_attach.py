@@ -175,6 +175,8 @@ BAD_HELLOS = {
     "rank below": ({"rank": -5}, 2, "rank"),
     "empty engine": ({"engine_id": ""}, 2, "engine_id"),
     "long instance": ({"instance_id": "x" * 513}, 2, "instance_id"),
+    "long host": ({"host": "x" * 513}, 2, "host"),
+    "data-parallel rank": ({"dp_rank": -1}, 2, "host"),
     "no fence": ({"fence": False}, 1, "fence"),
     "memory too large": ({"memories": [Memory(0, 8192)]}, 3, "memory-size"),
     "memory of no size": ({"memories": [Memory(0, 0)]}, 3, "memory-size"),
@@ -284,18 +286,16 @@ def test_nothing_comes_before_hello(node: Node, message: attach.FromPeer) -> Non
 def test_a_second_hello_is_refused(node: Node) -> None:
     half = node.half()
     half.say_hello()
-    answer = half.say_hello()
-    assert isinstance(answer, Refused)
+    assert isinstance(answer := half.say_hello(), Refused)
     assert answer.code == "order"
     half.close()
 
 
 def test_status_needs_no_hello(node: Node) -> None:
     half = node.half()
-    half.send(StatusQuery())
-    assert half.receive() == StatusReply(b"{}")
-    half.send(StatusQuery())
-    assert half.receive() == StatusReply(b"{}")
+    for _ in range(2):
+        half.send(StatusQuery())
+        assert half.receive() == StatusReply(b"{}")
     half.close()
 
 

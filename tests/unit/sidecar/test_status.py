@@ -50,6 +50,7 @@ def session(engine="engine", identity=None, ranks=(0,)):
         made, "worker", 0, 8, b"w", 1, 99, 1234,
         memories={0: SimpleNamespace(total_bytes=1 << 20)},
         geometry=geometry, last_beat_s=95.0, last_message_s=97.0, registration=REGISTRATION,
+        host="pod-1", dp_rank=2,
     )  # fmt: skip
     return made
 
@@ -83,6 +84,7 @@ def test_the_document_says_what_runs():
     assert not scheduler.registered
     assert (scheduler.message_age_s, worker.message_age_s) == (None, 3.0)
     assert (scheduler.position, worker.position) == ([], [0, 0, 0])
+    assert (worker.host, worker.dp_rank) == ("pod-1", 2)
     assert (worker.registered, worker.memory_bytes, worker.payload_bytes) == (True, 1 << 20, [4096])
     assert document.pool.used_bytes == 1 << 28
     plain = json.loads(body)
