@@ -45,6 +45,7 @@ BURST_SAVES = 4 * POOL_BYTES // SAVE_BYTES
 GOAL_MIB_PER_HOUR = 2.0
 minutes_default = 1.0
 settled_s_max = 300.0
+sloping_s_min = 1200.0  # of less a slope is noise
 
 
 @dataclass(slots=True)
@@ -171,10 +172,12 @@ def figures_of(load: Load, counts: dict[str, dict[str, int]], seconds: float) ->
     at_s = np.array([one.at_s for one in load.samples])
     mib = np.array([one.beyond_mib for one in load.samples])
     settled = at_s >= min(settled_s_max, seconds / 2)
-    slope = float(np.polyfit(at_s[settled] / 3600, mib[settled], 1)[0])
     first, last = load.samples[int(np.argmax(settled))], load.samples[-1]
-    figures: list[Figure] = [
-        at_most("memory beyond the pool: slope", slope, "MiB/h", GOAL_MIB_PER_HOUR),
+    figures: list[Figure] = []
+    if seconds >= sloping_s_min:
+        slope = float(np.polyfit(at_s[settled] / 3600, mib[settled], 1)[0])
+        figures.append(at_most("memory beyond the pool: slope", slope, "MiB/h", GOAL_MIB_PER_HOUR))
+    figures += [
         plain(f"memory beyond the pool after {first.at_s / 60:.1f} min", first.beyond_mib, "MiB"),
         plain(f"memory beyond the pool after {last.at_s / 60:.1f} min", last.beyond_mib, "MiB"),
         plain("most memory since then", float(mib[settled].max()), "MiB"),
