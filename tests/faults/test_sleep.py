@@ -31,6 +31,7 @@ from support.books import read_status, wait_settled
 from support.fake_cuda import FakeGpu, bytes_at, library
 from support.hot_engine import HotEngine, Job
 from support.kit import ENABLED, Kit
+from support.parallel import parallel_config
 from support.raw_half import KvMemory, RawHalf, engine_registration
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
@@ -60,13 +61,7 @@ class Sleeper:
     def __init__(self, run_dir: Path, kind: str, patch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
         self._gpu, self._kind = gpu, kind
         config = SimpleNamespace(
-            parallel_config=SimpleNamespace(
-                rank=0,
-                tensor_parallel_size=1,
-                pipeline_parallel_size=1,
-                decode_context_parallel_size=1,
-                data_parallel_index=0,
-            ),
+            parallel_config=parallel_config(),
             kv_transfer_config=SimpleNamespace(engine_id="sleeper"),
             device_config=SimpleNamespace(device_type="cpu" if kind == "host" else "cuda"),
             instance_id="one",

@@ -25,6 +25,7 @@ from gpu.replay import Player, read_recording  # noqa: E402 - after the names of
 from kvferry_connector import worker_half  # noqa: E402 - after the names of vLLM
 from kvferry_connector.config import read_config  # noqa: E402 - after the names of vLLM
 from kvferry_connector.wire.attach import Ready  # noqa: E402 - after the names of vLLM
+from support.parallel import parallel_config  # noqa: E402 - after the names of vLLM
 from support.raw_half import RawHalf  # noqa: E402 - after the names of vLLM
 from support.waiting import wait_until  # noqa: E402 - after the names of vLLM
 
@@ -67,13 +68,7 @@ class FakeMemory:
 def main(run_dir: str, kind: str) -> None:
     recording = read_recording()
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            rank=0,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            data_parallel_index=0,
-        ),
+        parallel_config=parallel_config(),
         kv_transfer_config=SimpleNamespace(engine_id=f"stand-in-{os.getpid()}"),
         device_config=SimpleNamespace(device_type="cpu" if kind == "cpu" else "cuda"),
         instance_id="one",

@@ -13,6 +13,7 @@ from kvferry_connector.jobs import JobOrder
 from kvferry_connector.link import Link
 from kvferry_connector.wire import hot
 from kvferry_connector.worker_half import WorkerHalf
+from support.parallel import parallel_config
 
 EPOCH = 5
 
@@ -76,7 +77,7 @@ def worker_half_over(client: ScriptedClient, patch: pytest.MonkeyPatch) -> Worke
     patch.setattr(worker_half, "describe_rank", lambda *_, **__: None)
     patch.setattr(worker_half, "Client", lambda *_: client)
     vllm_config = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=3, data_parallel_index=0),
+        parallel_config=parallel_config(3),
         kv_transfer_config=SimpleNamespace(engine_id="e"),
         instance_id="i",
     )

@@ -16,6 +16,7 @@ from kvferry_sidecar.sessions.model import RankGeometry, RankGroup
 from kvferry_sidecar.sessions.registry import Offer
 from support.fake_copies import FakeLayout
 from support.node_messages import rank_registration
+from support.parallel import parallel_config
 from support.pipeline_bed import BLOCK
 from support.sim_blocks import SimBlock, SimRequest
 from support.sim_client import SimClient, make_hello
@@ -87,15 +88,7 @@ class SimRank:
         self.bound = False
         self.stopped_until_s = 0.0
         self.half = WorkerHalf(
-            SimpleNamespace(
-                parallel_config=SimpleNamespace(
-                    rank=rank,
-                    tensor_parallel_size=shape.ranks,
-                    pipeline_parallel_size=1,
-                    decode_context_parallel_size=1,
-                    data_parallel_index=0,
-                )
-            ),
+            SimpleNamespace(parallel_config=parallel_config(rank, tp_size=shape.ranks)),
             None,
             CONFIG,
         )

@@ -10,6 +10,7 @@ from kvferry_connector.link import Link
 from kvferry_connector.meta import FerryMetadata
 from kvferry_connector.wire import hot
 from kvferry_connector.worker_half import WorkerHalf
+from support.parallel import parallel_config
 from support.scripted_client import EPOCH, ScriptedClient, order, worker_half_over
 
 
@@ -62,13 +63,7 @@ def test_without_an_answer_jobs_stay_open_until_the_sidecar_does_not_know_them(
 
 
 def test_without_registered_memory_sleep_does_nothing(client: ScriptedClient) -> None:
-    parallel = SimpleNamespace(
-        rank=0,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        decode_context_parallel_size=1,
-        data_parallel_index=0,
-    )
+    parallel = parallel_config()
     config = SimpleNamespace(parallel_config=parallel)
     half = WorkerHalf(config, None, FerryConfig())
     half.unregister()
