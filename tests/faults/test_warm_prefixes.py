@@ -18,7 +18,7 @@ from support.hot_engine import HASH_BYTES, hashes
 from support.redis_server import RedisServer
 from support.server import serving
 from support.sidecar import SidecarUnderTest, running_sidecar, set_flags
-from support.slow_tiers import POOL_BYTES, settings_of, wait_stored
+from support.slow_tiers import POOL_BYTES, disk_settings, settings_of, wait_stored
 
 PROMPTS = ("one", "two")
 NAMESPACE, OTHER = "ab" * 16, "cd" * 16
@@ -28,14 +28,8 @@ KNOWN = {NAMESPACE: [0, 2], OTHER: [0]}
 @contextmanager
 def over_disk(folder: Path) -> Iterator[tuple[SidecarUnderTest, ClientEngine]]:
     """Yield a sidecar and its engine, whose prompts only the disk has."""
-    settings = {
-        "tiers.disk.paths": folder,
-        "tiers.disk.bytes": "64MiB",
-        "tiers.disk.free_bytes_min": 0,
-        "limits.store_ms_max": 20_000,  # the machine of a test may be slow
-    }
     with (
-        running_sidecar(pool_bytes=POOL_BYTES, flags=set_flags(settings)) as sidecar,
+        running_sidecar(pool_bytes=POOL_BYTES, flags=set_flags(disk_settings(folder))) as sidecar,
         client_engine(sidecar.run_dir) as engine,
     ):
         for prompt in PROMPTS:

@@ -142,6 +142,13 @@ class FakePool:
         self.evictions += 1
         return True
 
+    def evict_to(self, used_bytes: int, most: int) -> int:
+        """Evict some, of a pool without soft pins."""
+        evicted = 0
+        while evicted < most and self.stats().used_bytes > used_bytes and self._evict():
+            evicted += 1
+        return evicted
+
     def payload_offsets(self, entries: np.ndarray) -> np.ndarray:
         slots = [self._entries[number].slot for number in entries.tolist()]
         return np.array(slots, dtype=np.uint64) * np.uint64(self.slab_bytes)
@@ -242,6 +249,7 @@ class FakePool:
             leased=sum(entry.leases > 0 for entry in self._entries.values()),
             evictions=self.evictions,
             total_bytes=self._slots * self.slab_bytes,
+            used_bytes=len(states) * self.slab_bytes,
             keys_max=max(self._next, 1),
             pinned_hard_bytes=sum(e.pin == 2 for e in self._entries.values()) * self.slab_bytes,
         )

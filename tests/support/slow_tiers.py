@@ -23,6 +23,16 @@ def settings_of(url: str, changes: Mapping[str, object]) -> dict[str, object]:
     return {"tiers.remote.url": url} | patient | changed
 
 
+def disk_settings(*paths: object) -> dict[str, object]:
+    """Return the settings of a disk tier on ``paths``, patient with a busy machine."""
+    return {
+        "tiers.disk.paths": ",".join(map(str, paths)),
+        "tiers.disk.bytes": "64MiB",
+        "tiers.disk.free_bytes_min": 0,
+        "limits.store_ms_max": 20_000,
+    }
+
+
 @contextmanager
 def sidecar_over(url: str, **changes: object) -> Iterator[SidecarUnderTest]:
     """Yield a sidecar over the remote store that serves."""

@@ -15,6 +15,7 @@ from support.books import read_status
 from support.client_half import client_engine
 from support.pipeline_bed import Bed, make_engine
 from support.sidecar import running_sidecar, set_flags
+from support.slow_tiers import disk_settings
 from support.store_rigs import DiskRig, key_of, opened, put
 from support.waiting import wait_until
 
@@ -92,12 +93,6 @@ def test_the_command_line_lists_and_drops_what_disks_have(tmp_path, capsys) -> N
     paths = [tmp_path / name for name in ("a", "b")]
     for path in paths:
         path.mkdir()
-    settings = {
-        "tiers.disk.paths": ",".join(map(str, paths)),
-        "tiers.disk.bytes": "64MiB",
-        "tiers.disk.free_bytes_min": 0,
-        "limits.store_ms_max": 20_000,  # the machine of a test may be slow
-    }
 
     def told(*words: object) -> str:
         capsys.readouterr()
@@ -109,7 +104,7 @@ def test_the_command_line_lists_and_drops_what_disks_have(tmp_path, capsys) -> N
         return sum(one["facts"]["objects"] for one in tiers)
 
     with (
-        running_sidecar(pool_bytes=8 * MIB, flags=set_flags(settings)) as sidecar,
+        running_sidecar(pool_bytes=8 * MIB, flags=set_flags(disk_settings(*paths))) as sidecar,
         client_engine(sidecar.run_dir) as engine,
     ):
         for number in range(4):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from kvferry_sidecar import policies
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.stages import objects
 from kvferry_sidecar.stages.objects import Filter
 from kvferry_sidecar.stages.stores import TierState
 from kvferry_sidecar.tiers.runner import Drop
@@ -173,3 +177,24 @@ def test_objects_past_their_time_are_dropped_but_for_hard_pins() -> None:
     assert bed.pipeline.objects.expired == 6 - len(first)
     assert len(bed.slow[0].stored) == 4 + len(first)
     bed.assert_clean()
+
+
+def test_room_is_made_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No turn evicts more than its step, and what is lacking then is said."""
+    monkeypatch.setattr(objects, "evict_step", 2)
+    bed = Bed(slots=10)
+    (red,) = engines(bed, RED)
+    bed.stored(red, 1, 8)
+    room, slot = bed.pipeline.objects, bed.pool.slab_bytes
+    assert room.evict(30, dry_run=True) == 5 * slot
+    assert room.tick(bed.now_s) == math.inf
+    assert room.over_bytes() == 0
+    assert room.evict(30, dry_run=False) == 5 * slot
+    for left in (3, 1):
+        assert room.tick(bed.now_s) == 0.0, "again at once"
+        assert room.over_bytes() == left * slot
+    assert room.tick(bed.now_s) == math.inf
+    assert bed.pool.stats().ready == 3
+    bed.stored(red, 2, 4)
+    assert room.tick(bed.now_s) == math.inf
+    assert bed.pool.stats().ready == 7, "it was for once"

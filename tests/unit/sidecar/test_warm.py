@@ -16,7 +16,7 @@ from support.client_half import client_engine
 from support.hybrid_bed import assert_loaded, hit, load, probe, save
 from support.pipeline_bed import BLOCK, HASH_BYTES, Bed, chain, make_engine
 from support.sidecar import running_sidecar, set_flags
-from support.slow_tiers import tier, wait_stored
+from support.slow_tiers import disk_settings, tier, wait_stored
 from support.waiting import wait_until
 
 
@@ -165,14 +165,8 @@ def told(capsys):
 
 
 def test_a_list_of_one_pool_warms_the_next(told, tmp_path) -> None:
-    settings = {
-        "tiers.disk.paths": tmp_path,
-        "tiers.disk.bytes": "64MiB",
-        "tiers.disk.free_bytes_min": 0,
-        "limits.store_ms_max": 20_000,  # the machine of a test may be slow
-    }
     with (
-        running_sidecar(pool_bytes=8 << 20, flags=set_flags(settings)) as sidecar,
+        running_sidecar(pool_bytes=8 << 20, flags=set_flags(disk_settings(tmp_path))) as sidecar,
         client_engine(sidecar.run_dir) as engine,
     ):
         place = ("--run-dir", sidecar.run_dir)
