@@ -192,8 +192,8 @@ class App:
 
     def _open_pool(self, stack: contextlib.ExitStack) -> PoolSegment:
         host, threads = self._config.tiers.host, self._config.copy.threads
-        path = segment_path(host.name, host.hugepages_dir)
-        with self._progress.during("pool", "bytes", lambda: (held_bytes(path), host.bytes)):
+        path, size = segment_path(host.name, host.hugepages_dir), host.bytes
+        with self._progress.during("pool", "bytes", lambda: (min(held_bytes(path), size), size)):
             segment = with_memory(self._placed, lambda: open_pool(
                 host.name, arena_bytes=host.bytes, slab_bytes=host.slab_bytes,
                 keys_max=host.keys_max, epoch=self.epoch, threads=threads, log=self._log,

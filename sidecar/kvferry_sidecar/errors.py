@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 class ExitCode(enum.IntEnum):
-    """What the commands end with; docs/configuration.md lists them."""
+    """What the commands end with; docs/operations.md lists them."""
 
     OK = 0
     FAILED = 1  # it ran, and what it checks is not so

@@ -11,6 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ("connector", "sidecar", "native", "demo", "bench", "tests")
 CODE_SUFFIXES = frozenset({".py", ".pyi", ".cpp", ".h", ".inc"})
+DOCUMENTS = (
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "tests" / "README.md",
+    ROOT / "helm" / "kvferry" / "README.md",
+)
 TEXT_NAMES = ("Makefile", "CMakeLists.txt", "pyproject.toml", ".ci/run", ".gitignore")
 
 

@@ -6,14 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.sources import ROOT
+from support.sources import DOCUMENTS, ROOT
 
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(ROOT / "docs").glob("*.md"),
-    ROOT / "tests" / "README.md",
-    ROOT / "helm" / "kvferry" / "README.md",
-]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)

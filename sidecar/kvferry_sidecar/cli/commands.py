@@ -60,7 +60,7 @@ def kvferry() -> None:
 
     Exit codes: 0 done; 1 it ran and failed; 2 flags, configuration or installation; 3 no sidecar
     answers; 4 the run directory cannot be used; 5 the pool cannot be used; 6 doctor: warnings;
-    7 serve: the control loop hung.
+    7 serve: the control loop hung; 8 serve: a GPU is lost.
     """
 
 

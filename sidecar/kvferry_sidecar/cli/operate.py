@@ -17,6 +17,8 @@ from kvferry_sidecar.faults.rules import RuleView
 from kvferry_sidecar.observe.verdicts import RecordView
 from kvferry_sidecar.settings import size_text
 
+_DIGITS_MAX = 18  # of a number that is one in JSON, whoever reads it
+
 
 class _Seconds(click.FloatRange):
     """A range that NaN is not in."""
@@ -74,14 +76,20 @@ def act(
     """Have the sidecar carry out ACTION.
 
     drain; clear-pool; release-stale [idle_s=5]; log-level level=debug; reload; pause-saves;
-    resume-saves; flush.
+    resume-saves; flush; evict to_percent=60.
     """
     api = Api(options.load(file, values, assignments).config.run_dir)
     given = dict(options.pair(text, "NAME=VALUE") for text in parameters)
-    plain = {name: float(v) if v.replace(".", "", 1).isdigit() else v for name, v in given.items()}
-    did = api.act(action, dry_run=dry_run, **plain)
+    did = api.act(action, dry_run=dry_run, **{name: _plain(text) for name, text in given.items()})
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(did), indent=2).decode() + "\n")
     return ExitCode.FAILED if "error" in did else ExitCode.OK
+
+
+def _plain(text: str) -> int | float | str:
+    """Return a parameter as the number that it is, or as it stands."""
+    if text.isdecimal() and len(text) <= _DIGITS_MAX:
+        return int(text)
+    return float(text) if text.replace(".", "", 1).isdecimal() else text
 
 
 @click.command(hidden=True)

@@ -231,6 +231,19 @@ def test_the_log_level_changes_at_once(sidecar, local, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["evict", "to_percent=60"], 0),
+        (["release-stale", "idle_s=2.5"], 0),
+        (["release-stale", f"idle_s={'9' * 5000}"], 1),
+    ],
+)
+def test_numbers_on_the_command_line_are_numbers(sidecar, capsys, words, code):
+    assert main(["act", *words, "--dry-run", "--run-dir", str(sidecar.run_dir)]) == code
+    assert ("remedy" in capsys.readouterr().err) == bool(code)
+
+
+@pytest.mark.parametrize(
     ("headers", "status", "error"),
     [
         ({"host": "evil.example"}, 421, "host"),

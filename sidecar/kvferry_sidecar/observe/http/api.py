@@ -181,8 +181,8 @@ class Api:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started_s))
             raise RequestError(
                 f"no request {name!r} is remembered",
-                f"this sidecar started at {at}, knows nothing of requests before that, and keeps "
-                f"the last {len(records)} requests; one that vLLM never looked up is not known",
+                f"this sidecar started at {at}, knows nothing of requests before that, and the "
+                f"last {len(records)} since; one that vLLM never looked up is not known",
             )
         now_s = time.monotonic()
         return [verdicts.view(one, now_s, timeline=True) for one in found[-explained_max:]]
