@@ -85,6 +85,13 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
 }
+_OLD_DRIVER = "the driver is too old for this: install a newer one"
+_OTHER_LIBRARY = (
+    "the container's libcuda is not of the node's driver: let the NVIDIA runtime mount it, and "
+    "have no stub and no cuda-compat in the image"
+)
+_NVRTC = "other ways of copying are used: install the extra of kvferry (cuda12, cuda13) for the GPU"
+_MPS = "this container has an MPS pipe: take CUDA_MPS_PIPE_DIRECTORY away from the sidecar"
 # code: (name, what it means here and what to do)
 ERRORS: dict[int, tuple[str, str]] = {
     1: (
@@ -97,6 +104,8 @@ ERRORS: dict[int, tuple[str, str]] = {
         "free some memory of the GPU (lower gpu_memory_utilization of the engine) or make the host "
         "pool smaller",
     ),
+    34: ("STUB_LIBRARY", _OTHER_LIBRARY),
+    36: ("CALL_REQUIRES_NEWER_DRIVER", _OLD_DRIVER),
     46: (
         "DEVICE_UNAVAILABLE",
         "another process has the GPU alone: set its compute mode to Default (nvidia-smi -c 0)",
@@ -114,12 +123,14 @@ ERRORS: dict[int, tuple[str, str]] = {
     ),
     208: ("ALREADY_MAPPED", "another library in this process has opened it: report it"),
     217: ("PEER_ACCESS_UNSUPPORTED", "give the sidecar the GPU that holds the memory"),
+    209: ("NO_BINARY_FOR_GPU", _NVRTC),
+    221: ("JIT_COMPILER_NOT_FOUND", _NVRTC),
     222: (
         "UNSUPPORTED_PTX_VERSION",
         "NVRTC is newer than the driver: install kvferry[cuda12], or a newer driver",
     ),
     400: ("INVALID_HANDLE", "a stream or module of a lost context: restart the sidecar"),
-    500: ("NOT_FOUND", "the driver is too old for this: install a newer one"),
+    500: ("NOT_FOUND", _OLD_DRIVER),
     304: ("OPERATING_SYSTEM", "raise the memlock limit (LimitMEMLOCK=infinity, IPC_LOCK)"),
     712: ("HOST_MEMORY_ALREADY_REGISTERED", "another library has registered the pool: report it"),
     713: ("HOST_MEMORY_NOT_REGISTERED", "report it with this text"),
@@ -127,10 +138,11 @@ ERRORS: dict[int, tuple[str, str]] = {
     800: ("NOT_PERMITTED", "the container or sandbox forbids it: use the NVIDIA runtime"),
     801: ("NOT_SUPPORTED", "MIG, WSL, Tegra and confidential computing are not served"),
     802: ("SYSTEM_NOT_READY", "start the node's nvidia-fabricmanager"),
-    803: (
-        "SYSTEM_DRIVER_MISMATCH",
-        "the container's libcuda is not of the node's driver: let the NVIDIA runtime mount it",
-    ),
+    803: ("SYSTEM_DRIVER_MISMATCH", _OTHER_LIBRARY),
+    804: ("COMPAT_NOT_SUPPORTED_ON_DEVICE", _OTHER_LIBRARY),
+    805: ("MPS_CONNECTION_FAILED", _MPS),
+    807: ("MPS_SERVER_NOT_READY", _MPS),
+    808: ("MPS_MAX_CLIENTS_REACHED", _MPS),
     999: (
         "UNKNOWN",
         "look into the kernel's log for lines with Xid; for a descriptor: it came from no driver",
@@ -144,6 +156,7 @@ LOST = {
     700: "ILLEGAL_ADDRESS", 702: "LAUNCH_TIMEOUT", 709: "CONTEXT_IS_DESTROYED", 710: "ASSERT",
     714: "HARDWARE_STACK_ERROR", 715: "ILLEGAL_INSTRUCTION", 716: "MISALIGNED_ADDRESS",
     717: "INVALID_ADDRESS_SPACE", 718: "INVALID_PC", 719: "LAUNCH_FAILED",
+    721: "TENSOR_MEMORY_LEAK", 810: "MPS_CLIENT_TERMINATED", 911: "EXTERNAL_DEVICE",
 }  # fmt: skip
 _LOST_REMEDY = (
     "the GPU's context is lost, and this sidecar ends so that a new one gets another; look into "

@@ -161,7 +161,8 @@ def test_each_known_error_is_named_with_a_remedy(
         (711, "the GPU that holds the memory"), (712, "another library"), (713, "report it"),
         (214, "a new one gets another"), (222, "cuda12"), (719, "Xid"), (802, "fabricmanager"),
         (800, "NVIDIA runtime"), (801, "MIG"), (803, "libcuda"),
-        (999, "Xid"),
+        (999, "Xid"), (34, "cuda-compat"), (804, "cuda-compat"), (805, "MPS"), (209, "cuda12"),
+        (500, "newer"), (810, "a new one gets another"),
     ],
 )  # fmt: skip
 def test_what_to_do_about_an_error(code: int, word: str) -> None:
