@@ -75,6 +75,7 @@ class Loop:
     ) -> None:
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
+        self._new: set[int] = set()  # watched since the events at hand were read
         self._tickers: list[tuple[str, Ticker]] = []
         self._pending: list[tuple[Callable[[], bool], Handler]] = []
         self._clock = clock
@@ -101,6 +102,7 @@ class Loop:
         """Call ``handler`` while ``fd`` has any of ``events`` (level triggered)."""
         self._epoll.register(fd, events)
         self._handlers[fd] = handler
+        self._new.add(fd)
 
     def rearm(self, fd: int, events: int) -> None:
         """Change what is waited for on a watched descriptor."""
@@ -191,9 +193,12 @@ class Loop:
 
     def _take(self, now_s: float) -> None:
         """Handle what has come."""
+        self._new.clear()
         for fd, events in self._epoll.poll(0, events_per_turn_max):
             handler = self._handlers.get(fd)
-            if handler is not None:  # None: an earlier handler of this turn closed it
+            # An earlier handler of this turn may have closed it, and the number may be another's by
+            # now: a pidfd that got it would read as a proven death.
+            if handler is not None and fd not in self._new:
                 self._guarded(f"descriptor {fd}", handler, events, now_s)
         for pending, handler in self._pending:
             if pending():

@@ -64,6 +64,32 @@ def test_a_handler_closed_by_another_of_the_same_turn_is_not_called() -> None:
     loop.close()
 
 
+def test_an_event_of_a_closed_descriptor_is_none_of_who_got_its_number() -> None:
+    loop = Loop(raise_it)
+    (one, to_one), (two, to_two), (quiet, to_quiet) = os.pipe(), os.pipe(), os.pipe()
+    called: list[str] = []
+
+    def close_two(events: int, now_s: float) -> None:
+        os.read(one, 1)
+        loop.unwatch(two)
+        os.dup2(quiet, two)  # as the kernel does it: the lowest free number
+        loop.watch(two, READ, lambda events, now_s: called.append("quiet"))
+
+    loop.watch(one, READ, close_two)
+    loop.watch(two, READ, lambda events, now_s: called.append("two"))
+    os.write(to_one, b"x")  # ready first, so handled first
+    os.write(to_two, b"x")
+    loop.turn(1.0)
+    loop.turn(0.0)
+    assert called == []
+    os.write(to_quiet, b"x")
+    loop.turn(1.0)
+    assert called == ["quiet"]
+    for fd in (one, to_one, two, to_two, quiet, to_quiet):
+        os.close(fd)
+    loop.close()
+
+
 def test_tickers_bound_the_wait_and_may_ask_for_less_than_a_millisecond() -> None:
     loop = Loop(raise_it)
     assert loop.turn(0.0) == wait_s_max
