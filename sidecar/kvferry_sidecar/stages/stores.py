@@ -112,7 +112,10 @@ class StoreDesk:
             for result in tier.runner.collect() if tier.runner is not None else ():
                 opened = self._open.pop(result.ticket)
                 self._note(tier, opened, result, now_s)
-                opened.done(result, now_s)
+                try:
+                    opened.done(result, now_s)
+                except Exception as error:  # noqa: BLE001 - the results behind it own slots
+                    self._log.error("result not taken", tier=tier.name, exc_info=error)
 
     def tick(self, now_s: float) -> float:
         """Look for late calls and due trials; returns seconds until wanted again."""

@@ -135,7 +135,7 @@ class Warmer:
             return
         tiers = self._desk.tiers
         batch.tier += 1
-        while batch.tier < len(tiers) and not tiers[batch.tier].on:
+        while batch.tier < len(tiers) and not _takes(tiers[batch.tier], batch.form):
             batch.tier += 1
         if batch.tier == len(tiers) or not batch.keys:
             self.counts["absent"] += len(batch.keys)
@@ -159,7 +159,12 @@ class Warmer:
         pool, form = self._core.pool, batch.form
         owner = self._core.owner_of(batch.namespace)
         shards = len(form.shard_bytes)
-        reserved = pool.reserve(keys, form.payload_bytes, shards, owner, batch.group)
+        try:
+            reserved = pool.reserve(keys, form.payload_bytes, shards, owner, batch.group)
+        except ValueError:  # larger than a slab: of a node whose slabs are larger
+            self.counts["failed"] += len(names)
+            self._go_on(now_s)
+            return
         self.counts["full"] += reserved.full
         keys, entries = np.ascontiguousarray(keys[reserved.index]), reserved.entries
         if not len(entries) or not tier.on:
@@ -186,3 +191,9 @@ class Warmer:
     def _go_on(self, now_s: float) -> None:
         self._ask_next(now_s)
         self.pump(now_s)
+
+
+def _takes(tier: Tier, form: Form) -> bool:
+    """Whether a tier may be asked for objects of this form."""
+    runner = tier.runner if tier.on else None
+    return runner is not None and form.payload_bytes <= runner.value_bytes_max

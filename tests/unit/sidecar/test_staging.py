@@ -291,3 +291,21 @@ def test_the_form_of_an_object_counts_shared_shards_once():
     shape = stripe_shape([10, 0, 10, 6], ["a", "b", "a", "c"])
     assert form_of(shape).shard_bytes == (10, 6)
     assert form_of(stripe_shape([8, 8], ["a", "a"])).shard_bytes == (8,)
+
+
+def test_a_result_that_cannot_be_taken_costs_no_other():
+    bed = Bed(sources=("disk",))
+    desk, (tier,) = bed.pipeline._stores, bed.tiers
+    taken = []
+
+    def fail(result, _now_s):
+        raise RuntimeError("a bug")
+
+    for done in (fail, lambda result, _now_s: taken.append(result.found)):
+        desk.send(tier, Find(((b"k" * 16,),), stop=False), bed.now_s, done)
+    bed.slow[0].finish_all()
+    desk.collect(bed.now_s)
+    assert taken == [((False,),)]
+    assert desk.calls_in_time() == 0
+    (told,) = bed.log.errors
+    assert "a bug" in told

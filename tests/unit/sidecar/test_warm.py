@@ -106,6 +106,22 @@ def test_a_tier_that_fails_and_a_drain_end_it() -> None:
     assert bed.pool.stats().writing == 0
 
 
+def test_what_no_slab_of_this_pool_holds_is_left_where_it_is() -> None:
+    """A store may be shared with a node whose slabs are larger."""
+    bed = Bed(sources=("external",))
+    wanted = only_below(bed, make_engine(), 10)
+    bed.pool.slab_bytes = 512
+    bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=False)
+    bed.run_stores()
+    assert bed.pipeline.warmer.waiting() == 0
+    assert dict(+bed.pipeline.warmer.counts) == {"failed": 10}
+    bed.slow[0].value_bytes_max = 512
+    bed.pipeline.warmer.add(wanted, bed.now_s, dry_run=False)
+    assert not bed.slow[0].open, "nor is the store asked for what it does not take"
+    assert dict(+bed.pipeline.warmer.counts) == {"failed": 10, "absent": 10}
+    bed.assert_clean()
+
+
 def test_a_drain_ends_it_with_the_batch_under_way() -> None:
     bed = Bed(sources=("disk",))
     wanted = only_below(bed, make_engine(), 10)
