@@ -161,8 +161,8 @@ class CopyDesk:
             ticket = next(self._numbers)
             try:
                 self._copies.submit(ticket, planned.direction, planned.extents)
-            except ValueError as error:
-                self._log.error("copy refused", job=part.run.job.job, error=str(error))
+            except Exception as error:  # noqa: BLE001 - those behind it wait for their turn
+                self._log.error("copy refused", job=part.run.job.job, exc_info=error)
                 part.stop = End(JobStatusName.FAILED, Reason.COPY_FAILED)
                 self._cancel_running(part)
                 break

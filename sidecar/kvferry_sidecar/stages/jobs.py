@@ -304,11 +304,11 @@ class Jobs:
         key = (run.job.life, run.job.job)
         if not run.decided() or self._runs.get(key) is not run:
             return
-        try:
-            run.work.settle(run)
-        except Exception as error:  # noqa: BLE001 - as above; what it held may be lost, loudly
-            self._bug("job not settled", run.job.job, error)
-        self._core.journal.settled(run)
+        for step in (run.work.settle, self._core.journal.settled):
+            try:
+                step(run)
+            except Exception as error:  # noqa: BLE001 - as above; what it held may be lost, loudly
+                self._bug("job not settled", run.job.job, error)
         # A run and its parts name each other, and a part's copies hold the engine's memory: left
         # to the collector, an engine that is gone would stay mapped until its next round.
         run.parts.clear()

@@ -326,3 +326,48 @@ def test_nothing_of_an_ended_job_is_left_to_the_collector():
         assert alive() == before
     finally:
         gc.enable()
+
+
+def two_loads_at_their_fence():
+    bed, engine = Bed(), make_engine()
+    for number, blocks in ((1, [5, 6]), (2, [7, 8])):
+        leased(bed, engine, number, 2, admission=number)
+        job, raw = bed.load_job(engine, number, blocks, step=9)
+        bed.submit(engine.workers[0], job, raw)
+    engine.fence().reach(9)
+    return bed, engine
+
+
+def test_a_copy_that_cannot_start_ends_its_job_and_no_other(monkeypatch):
+    """Of whatever cause: memory, a thread that is not to be had."""
+    bed, engine = two_loads_at_their_fence()
+    submit = bed.copies.submit
+
+    def fail_once(*copy):
+        monkeypatch.setattr(bed.copies, "submit", submit)
+        raise MemoryError("no memory for a copy")
+
+    monkeypatch.setattr(bed.copies, "submit", fail_once)
+    bed.pass_s(0)
+    failed = outcome(bed, engine.workers[0])
+    assert (failed.status, failed.reason) == ("failed", "copy-failed")
+    bed.run_copies()
+    assert outcome(bed, engine.workers[0]).status == "done"
+    assert bed.pipeline.snapshot().leases == 0
+    (told,) = bed.log.errors
+    assert "no memory for a copy" in told
+
+
+def test_a_job_that_cannot_be_booked_is_reported_like_any_other(monkeypatch):
+    bed, engine = two_loads_at_their_fence()
+    bed.pass_s(0)
+
+    def fail(run):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(bed.pipeline._core.journal, "settled", fail)
+    bed.run_copies()
+    assert [end.status for end in bed.take(Outcome)] == ["done", "done"]
+    assert bed.pipeline.snapshot().leases == 0
+    assert len(bed.log.errors) == 2
+    assert bed.pipeline.check() == []
