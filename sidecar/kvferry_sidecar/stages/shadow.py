@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from kvferry_connector.wire.attach import RegisterRank
 from numpy.typing import NDArray
 
 from kvferry_sidecar.masks.kinds import FULL_FAMILY
@@ -29,8 +30,8 @@ from kvferry_sidecar.tiers.host import Entries, HostTier
 checks_max = 64  # hits watched at a time
 error_max = 0.1  # of the numbers, in norm: rounding gives a few per cent, another prompt about 1.4
 equal_bytes_min = 0.5  # of packed formats, whose numbers are not read here
-_FLOATS = {"torch.float16": np.float16, "torch.float32": np.float32, "float16": np.float16}
-_BFLOAT = {"torch.bfloat16", "bfloat16"}
+_FLOATS = {"torch.float16": np.float16, "torch.float32": np.float32}
+_BFLOAT = "torch.bfloat16"
 
 
 class ShadowReading(msgspec.Struct, frozen=True):
@@ -109,21 +110,13 @@ class Shadows:
         """The engine's own block lies in ``scratch`` (1,), or does not: compare, let both go."""
         self._claimed.discard(key)
         check = self._checks.pop(key, None)
-        if check is not None and whole:
-            self._compared += 1
-            stored, computed = (
-                self._pool.payload(entries, check.payload_bytes)
-                for entries in (check.entries, scratch)
-            )
-            difference = differs(stored, computed, check.dtype)
-            if difference:
-                self._differed += 1
-                self.quarantined.add(check.namespace)
-                text = f"group {check.group} of {check.engine}: {difference}"
-                self._on_difference(check.namespace, text)
-        self._pool.abort(scratch)
-        if check is not None:
-            self._pool.release(check.entries)
+        try:
+            if check is not None and whole:
+                self._compare(check, scratch)
+        finally:
+            self._pool.abort(scratch)
+            if check is not None:
+                self._pool.release(check.entries)
 
     def drop(self, key: LeaseKey) -> None:
         """Its request has ended, or can be compared no more."""
@@ -152,6 +145,18 @@ class Shadows:
             quarantined=sorted(namespace.hex() for namespace in self.quarantined),
         )
 
+    def _compare(self, check: Check, scratch: Entries) -> None:
+        self._compared += 1
+        stored, computed = (
+            self._pool.payload(entries, check.payload_bytes) for entries in (check.entries, scratch)
+        )
+        difference = differs(stored, computed, check.dtype)
+        if difference:
+            self._differed += 1
+            self.quarantined.add(check.namespace)
+            text = f"group {check.group} of {check.engine}: {difference}"
+            self._on_difference(check.namespace, text)
+
     def _pick(
         self,
         session: Session,
@@ -176,20 +181,25 @@ class Shadows:
         entries = self._pool.lease(key)
         if not len(entries):
             return None
-        identity = next(
-            (peer.geometry.identity for peer in session.workers.values() if peer.geometry), {}
-        )
-        cache_dtype = identity.get("cache_dtype", "auto")
-        dtype = identity.get("dtype", "") if cache_dtype == "auto" else cache_dtype
         size, engine = group.stripe.payload_bytes, "/".join(session.key)
+        dtype = _dtype_of(session, group.group)
         return Check(engine, namespace, group.group, key, entries, size, dtype)
+
+
+def _dtype_of(session: Session, group: int) -> str:
+    """Return what a group's pages hold, as a rank registered it: "" where that is not one dtype."""
+    for peer in session.workers.values():
+        if isinstance(peer.registration, RegisterRank):
+            facts = peer.registration.groups[group].spec
+            return "" if "members" in facts else facts.get("dtype", "")
+    return ""
 
 
 def differs(stored: NDArray[np.uint8], computed: NDArray[np.uint8], dtype: str) -> str:
     """Return how two payloads differ by more than rounding, "" when they do not."""
     if np.array_equal(stored, computed):
         return ""
-    if dtype not in _FLOATS and dtype not in _BFLOAT:
+    if dtype not in _FLOATS and dtype != _BFLOAT:
         share = float(np.mean(stored == computed))
         return "" if share >= equal_bytes_min else f"{share:.0%} of the bytes are equal"
     one, two = _numbers(stored, dtype), _numbers(computed, dtype)
@@ -202,7 +212,7 @@ def differs(stored: NDArray[np.uint8], computed: NDArray[np.uint8], dtype: str) 
 
 
 def _numbers(payload: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
-    if dtype in _BFLOAT:
+    if dtype == _BFLOAT:
         words = payload.view(np.uint16).astype(np.uint32) << 16
         return words.view(np.float32).astype(np.float64)
     return payload.view(_FLOATS[dtype]).astype(np.float64)

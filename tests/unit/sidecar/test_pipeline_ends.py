@@ -359,7 +359,7 @@ def test_a_copy_that_cannot_start_ends_its_job_and_no_other(monkeypatch):
 
 
 def test_a_job_that_cannot_be_booked_is_reported_like_any_other(monkeypatch):
-    bed, engine = two_loads_at_their_fence()
+    bed, _ = two_loads_at_their_fence()
     bed.pass_s(0)
 
     def fail(run):

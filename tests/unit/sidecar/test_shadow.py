@@ -8,8 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 import structlog
+from kvferry_connector.wire.attach import Group, RegisterRank, Shard
 from kvferry_connector.wire.hot import Outcome, OutcomeAck, Release
 from kvferry_sidecar.quarantine import FILE, Quarantine
+from kvferry_sidecar.sessions.leases import LeaseKey
 from kvferry_sidecar.stages.modes import LoadModes
 from kvferry_sidecar.stages.shadow import differs
 from support.pipeline_bed import BLOCK, Bed, Engine, make_engine
@@ -50,6 +52,13 @@ def save(bed: Bed, engine: Engine, admission: int, blocks: list[int]) -> str:
     for worker in engine.workers:
         bed.say(worker, OutcomeAck([job.job]))
     return str(ends[0].reason or ends[0].status)
+
+
+def register(engine: Engine, facts: dict[str, str]) -> None:
+    """Of the engine's only group, as its rank has described it."""
+    group = Group(0, "full", BLOCK, facts, [], cacheable=True)
+    shard = Shard(0, 1, 0, 1, 0, 1)
+    engine.workers[0].registration = RegisterRank(1, shard, {}, 64, "NHD", [group], [], BLOCK)
 
 
 def reading(bed: Bed):
@@ -124,6 +133,34 @@ def test_a_request_that_ends_before_its_save_is_compared_all_the_same() -> None:
     bed.run_copies()
     assert (reading(bed).compared, reading(bed).dropped) == (1, 0)
     bed.say(engine.workers[0], OutcomeAck([job.job]))
+    bed.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("facts", "dtype"),
+    [
+        ({"dtype": "torch.bfloat16"}, "torch.bfloat16"),
+        ({"dtype": "torch.uint8"}, "torch.uint8"),  # an indexer's, whatever the model's is
+        ({"dtype": "torch.bfloat16", "members": "pages of two kinds"}, ""),
+    ],
+)
+def test_a_page_is_read_as_its_group_has_it(facts: dict[str, str], dtype: str) -> None:
+    bed, engine = start()
+    register(engine, facts)
+    ask(bed, engine, 1)
+    check = bed.pipeline._core.shadows.find(LeaseKey(engine.session.life, 1))
+    assert check is not None
+    assert check.dtype == dtype
+
+
+def test_a_comparison_that_fails_keeps_nothing() -> None:
+    bed, engine = start()
+    register(engine, {"dtype": "torch.float32"})
+    bed.pipeline._core.pool.payload = lambda entries, _: np.full(3, entries[0], np.uint8)
+    ask(bed, engine, 1)
+    assert save(bed, engine, 1, [1, 2, 3, 4]) == "done"
+    bed.say(engine.scheduler, Release([1]))
+    assert "job not settled" in bed.log.errors.pop(), "3 bytes are no floats"
     bed.assert_clean()
 
 
