@@ -120,7 +120,7 @@ def _library(driver_major: int) -> ctypes.CDLL:
     names = [f"libnvrtc.so.{major}" for major in _MAJORS if major <= driver_major]
     for path in [path for name in names for path in (name, *_in_wheels(name))]:
         try:
-            library = ctypes.CDLL(path)
+            library = _loaded(path)
         except OSError:
             continue
         library.nvrtcCreateProgram.argtypes = (
@@ -130,6 +130,14 @@ def _library(driver_major: int) -> ctypes.CDLL:
     raise CudaError(
         f"NVRTC of CUDA {driver_major} is not here; install kvferry[cuda13], or kvferry[cuda12]"
     )
+
+
+def _loaded(path: str) -> ctypes.CDLL:
+    """Load NVRTC. Raises OSError."""
+    if "/" in path:  # a wheel's: that of 13.0 opens these by their name alone, and finds none
+        for beside in Path(path).parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(beside))
+    return ctypes.CDLL(path)
 
 
 def _in_wheels(name: str) -> list[str]:

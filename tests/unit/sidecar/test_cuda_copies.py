@@ -6,8 +6,10 @@ The kernel's own source runs here, compiled for this processor (support/fake_ker
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from ctypes import c_void_p
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,6 +133,23 @@ def test_every_variant_of_the_kernel_compiles(architecture: int, width: int) -> 
     image = cuda_kernel.compile_image(architecture, width, 13)
     assert image.startswith(b"\x7fELF"), "machine code, which no driver has to compile"
     assert b"kv_move" in image
+
+
+def test_nvrtc_finds_the_rest_of_its_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the wheel of 13.0, whose library is told no place: all it has of the rest is a name."""
+    folder = tmp_path / "nvidia" / "cu99" / "lib"
+    folder.mkdir(parents=True)
+    rest = "libnvrtc-builtins.so.99.0"
+    main = f'#include <dlfcn.h>\nint nvrtcCreateProgram(void) {{ return !dlopen("{rest}", 1); }}'
+    for name, text in ((rest, "int there(void) { return 0; }"), ("libnvrtc.so.99", main)):
+        source = tmp_path / "part.c"
+        source.write_text(text)
+        command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", folder / name, source]
+        subprocess.run(command, check=True)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.setattr(cuda_kernel, "_MAJORS", (99,))
+    library = cuda_kernel._library.__wrapped__(99)
+    assert library.nvrtcCreateProgram(None, None, None, 0, None, None) == 0
 
 
 @pytest.mark.parametrize("width", cuda_kernel.VECTORS)
