@@ -36,7 +36,7 @@ from kvferry_sidecar.geometry.device import DeviceMemory
 from kvferry_sidecar.geometry.validate import validate_rank
 from kvferry_sidecar.heap import keep_freed_pages
 from kvferry_sidecar.keys.namespace import namespace_digest
-from kvferry_sidecar.loop import READ, Loop, Signals, wait_s_max
+from kvferry_sidecar.loop import READ, Loop, Signals, Timed, wait_s_max
 from kvferry_sidecar.observe import log as logs
 from kvferry_sidecar.observe.progress import Progress, countdown
 from kvferry_sidecar.pipeline import Pipeline
@@ -123,9 +123,8 @@ class App:
         self._slow = self._open_slow_tiers(stack)
         self._copies = self._open_copies(stack)
         self._pipeline = self._build_pipeline()
-        self._loop.watch(
-            self._copies.wake_fd(), READ, lambda _, now_s: self._pipeline.on_copies(now_s)
-        )
+        self._copied = Timed(lambda _, now_s: self._pipeline.on_copies(now_s))
+        self._loop.watch(self._copies.wake_fd(), READ, self._copied)
         self._loop.watch(self._slow.wake_fd, READ, self._on_stores)
         self._build_sessions(stack)
         self._build_sockets(stack)
@@ -166,6 +165,7 @@ class App:
                 self._pool,
                 self._attach,
                 self._transport,
+                self._copied,
             ),
             epoch=self.epoch,
             reloader=self._reloader,

@@ -18,7 +18,7 @@ from kvferry_sidecar.doctor.finding import Finding
 from kvferry_sidecar.engines.base import GpuUse
 from kvferry_sidecar.errors import RequestError
 from kvferry_sidecar.faults.kit import FaultKit
-from kvferry_sidecar.loop import Loop
+from kvferry_sidecar.loop import Loop, Timed
 from kvferry_sidecar.observe import log as logs
 from kvferry_sidecar.observe import status
 from kvferry_sidecar.observe.progress import Progress, countdown
@@ -50,6 +50,7 @@ class Parts:
     pool: HostTier
     attach: AttachServer
     transport: Transport
+    copied: Timed
 
 
 _Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
@@ -375,7 +376,7 @@ class Desk:
             frames_refused=dict(parts.transport.counters),
             log_lines_lost=self._lines.lost,
             turn_seconds=stats.turn_seconds,
-            message_seconds=parts.transport.seconds(),
+            message_seconds=parts.transport.seconds() | {"Copied": parts.copied.reading()},
         )
 
 

@@ -60,6 +60,24 @@ class LoopStats:
     turn_seconds: HistogramReading
 
 
+class Timed:
+    """A handler and how long it takes."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._seconds = Histogram(SECONDS)
+
+    def __call__(self, events: int, now_s: float) -> None:
+        """Handle, and count the seconds."""
+        began_s = time.perf_counter()
+        self._handler(events, now_s)
+        self._seconds.observe(time.perf_counter() - began_s)
+
+    def reading(self) -> HistogramReading:
+        """Return the seconds of all calls so far."""
+        return self._seconds.reading()
+
+
 class Loop:
     """One thread, one epoll set. ``on_error`` is told of every exception that left a handler.
 

@@ -395,4 +395,5 @@ class Pipeline:
             journal=core.journal.reading(),
             tiers=self._stores.snapshots(),
             staging=dict(self._probes.staging.counts),
+            stage_in_seconds=self._probes.staging.seconds(),
         )

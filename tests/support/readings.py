@@ -15,7 +15,7 @@ from support.pipeline_bed import Bed
 POOL = SimpleNamespace(
     total_bytes=1 << 30, used_bytes=1 << 28, ready=10, writing=1, doomed=0, leased=2,
     keys_max=4096, evictions=3, dropped_before_reuse=1, slabs=64, slabs_free=48,
-    quota_evictions=2, pinned_soft=0, pinned_hard=0, pinned_hard_bytes=0,
+    quota_evictions=2, pinned_soft=3, pinned_hard=1, pinned_hard_bytes=4096,
 )  # fmt: skip
 
 

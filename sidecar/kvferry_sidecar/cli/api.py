@@ -37,7 +37,7 @@ class Api:
 
     def get(self, path: str, kind: Any = Any, query: Mapping[str, object] | None = None) -> Any:
         """Return what ``/api/v1/path?query`` answers, decoded as ``kind``."""
-        asked = f"{PREFIX}/{quote(path, safe='/?=&')}"
+        asked = f"{PREFIX}/{quote(path)}"
         if query:
             asked += f"?{urlencode(query)}"
         return self._decoded(self.call("GET", asked), kind)

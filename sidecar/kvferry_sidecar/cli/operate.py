@@ -51,7 +51,13 @@ def explain(
 @click.command()
 @options.config_file
 @options.setting_flags("run_dir")
-@click.option("--interval", default=1.0, type=_Seconds(0.1, 60.0), help="Seconds.")
+@click.option(
+    "--interval",
+    default=1.0,
+    type=_Seconds(0.1, 60.0),
+    show_default=True,
+    help="Seconds between two looks.",
+)
 def top(file: Path | None, assignments: tuple[str, ...], interval: float, **values: object) -> int:
     """Show the sidecar at a glance, again and again; q quits."""
     from kvferry_sidecar.cli import top as screens  # noqa: PLC0415 - rich, for this command only

@@ -54,6 +54,12 @@ def objects(reading: Reading) -> dict[str, float]:
     return {"ready": pool.ready, "writing": pool.writing, "doomed": pool.doomed}
 
 
+def pinned(reading: Reading) -> dict[str, float]:
+    """Objects that are pinned, by how."""
+    pool = reading.document.pool
+    return {} if pool is None else {"soft": pool.pinned_soft, "hard": pool.pinned_hard}
+
+
 def pool(field: str) -> Callable[[Reading], Numbers]:
     """One field of the host pool."""
 
@@ -184,3 +190,8 @@ def findings(reading: Reading) -> dict[str, float]:
 def named(readings: Mapping[str, HistogramReading]) -> Readings:
     """Histograms by labels that are joined by slashes."""
     return [(tuple(name.split("/")), one) for name, one in readings.items()]
+
+
+def whole(read: Callable[[Reading], HistogramReading | None]) -> Callable[[Reading], Readings]:
+    """A histogram without labels."""
+    return lambda reading: [((), found)] if (found := read(reading)) is not None else []

@@ -28,6 +28,7 @@ from kvferry_sidecar.observe.samples import (
     nic_bytes,
     objects,
     one,
+    pinned,
     pool,
     ranks,
     refused,
@@ -40,6 +41,7 @@ from kvferry_sidecar.observe.samples import (
     tier_events,
     tier_states,
     tier_transports,
+    whole,
 )
 
 
@@ -308,9 +310,7 @@ GAUGES = (
         by(lambda r: r.pipeline.queues),
     ),
     Row("leases", "Leases held.", (), one(lambda r: r.pipeline.leases)),
-    Row(
-        "leased_objects", "Objects that leases hold.", (), one(lambda r: r.pipeline.leased_entries)
-    ),
+    Row("leased_objects", "Objects in leases.", (), one(lambda r: r.pipeline.leased_entries)),
     Row("admissions", "Requests whose keys are known.", (), one(lambda r: r.pipeline.admissions)),
     Row(
         "admission_key_bytes",
@@ -334,6 +334,8 @@ GAUGES = (
     Row("pool_capacity_bytes", "Size of a tier.", ("tier",), pool("total_bytes")),
     Row("pool_used_bytes", "Bytes in use of a tier.", ("tier",), pool("used_bytes")),
     Row("pool_leased_objects", "Objects that may not be evicted.", ("tier",), pool("leased")),
+    Row("pool_pinned_objects", "Objects pinned in the host pool.", ("pin",), by(pinned)),
+    Row("pool_pinned_bytes", "Bytes that hard pins keep.", ("tier",), pool("pinned_hard_bytes")),
     Row("pool_objects_limit", "Places in the index.", ("tier",), pool("keys_max")),
     Row("pool_objects", "Objects in the host pool, by state.", ("state",), by(objects)),
     Row(
@@ -376,6 +378,12 @@ HISTOGRAMS = (
         lambda r: named(r.pipeline.part_bytes),
     ),
     Bars(
+        "stage_in_seconds",
+        "How long lookups waited for slower tiers.",
+        (),
+        whole(lambda r: r.pipeline.stage_in_seconds),
+    ),
+    Bars(
         "pool_residence_seconds",
         "How long evicted objects had been in the pool: one in 64, stored since this start.",
         ("tier",),
@@ -383,14 +391,9 @@ HISTOGRAMS = (
     ),
     Bars(
         "message_seconds",
-        "Handling one message; Probe and Ask are lookups, Submit plans a job.",
+        "Handling one message; Probe and Ask look up, Submit plans, Copied: commits and reports.",
         ("message",),
         lambda r: named(r.loop.message_seconds),
     ),
-    Bars(
-        "loop_turn_seconds",
-        "One turn of the control loop.",
-        (),
-        lambda r: [((), r.loop.turn_seconds)],
-    ),
+    Bars("loop_turn_seconds", "One turn of the loop.", (), whole(lambda r: r.loop.turn_seconds)),
 )

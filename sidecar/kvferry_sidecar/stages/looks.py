@@ -54,6 +54,7 @@ class Look:
     hinted: bool = False
     gone: bool = False
     ask: Ask | None = None
+    held_s: float = 0.0  # since when it waits
     until_s: float = 0.0
     span: tuple[int, int] | None = None  # (local, most] tokens of the latest ask
     queue: deque[Chunk] = field(default_factory=deque)  # to be fetched, in order of tokens

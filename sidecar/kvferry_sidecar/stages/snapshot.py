@@ -70,3 +70,4 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
     shadow: ShadowReading | None = None  # hits computed and compared
     saves_paused: bool = False  # by an operator
     residence_seconds: HistogramReading | None = None  # of a sample of what was evicted
+    stage_in_seconds: HistogramReading | None = None  # of asks that waited for slower tiers

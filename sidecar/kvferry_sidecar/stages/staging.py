@@ -20,6 +20,7 @@ import numpy as np
 from kvferry_connector.wire.hot import Ask
 from numpy.typing import NDArray
 
+from kvferry_sidecar.outcomes.histogram import SECONDS, Histogram, HistogramReading
 from kvferry_sidecar.sessions.admissions import Admission, Keys
 from kvferry_sidecar.sessions.leases import LeaseKey
 from kvferry_sidecar.sessions.model import Peer
@@ -65,6 +66,7 @@ class Staging:
         self._bytes_max = min(core.limits.stage_bytes_max, core.pool.stats().total_bytes // 2)
         self._bytes = 0  # reserved by fetches or leased for asks
         self.counts: Counter[str] = Counter()
+        self._seconds = Histogram(SECONDS)
 
     # --- what the probes say ----------------------------------------------------------------
 
@@ -102,6 +104,7 @@ class Staging:
             self._let_go(look)
             return False
         if look.ask is None:
+            look.held_s = now_s
             look.until_s = now_s + self._core.limits.stage_ms_max / 1e3
             self._asked[look.key] = look
             self.counts["asks_held"] += 1
@@ -131,6 +134,10 @@ class Staging:
     def held(self) -> int:
         """Asks that wait."""
         return len(self._asked)
+
+    def seconds(self) -> HistogramReading:
+        """How long asks waited."""
+        return self._seconds.reading()
 
     def check(self) -> list[str]:
         """Violations; empty when sound."""
@@ -349,6 +356,7 @@ class Staging:
         assert ask is not None, "only asks that wait are resolved"
         del self._asked[look.key]
         look.ask = None
+        self._seconds.observe(now_s - look.held_s)
         self._answer(look.peer, ask, now_s)
         self._let_go(look)
 

@@ -114,6 +114,7 @@ def test_a_request_is_explained_and_counted(sidecar, local, engine, capsys):
     assert main(["explain", "unknown", "--run-dir", str(sidecar.run_dir)]) == 1
     assert "no request 'unknown' is remembered" in capsys.readouterr().err
     samples = local.get("/metrics").text
+    assert re.search(r'kvferry_message_seconds_count\{message="Copied"\} [1-9]', samples)
     assert 'kvferry_lookup_hit_tokens_total{tier="host"} 48.0' in samples
     assert re.search(
         r'kvferry_job_parts_total\{kind="load",reason="",status="done"\} 1\.0', samples
@@ -160,6 +161,12 @@ def test_what_is_open_has_an_age_and_an_owner(local, engine):
     engine.memory.bound(7)
     assert engine.ended(job).status == "done"
     wait_until(lambda: local.get("/api/v1/leases").json() == [], "its lease ends with it")
+
+
+def test_a_name_with_the_signs_of_an_address_is_one_name(sidecar, engine, capsys):
+    engine.get("a?limit=1&x#/b%2F", [4])
+    assert main(["explain", "a?limit=1&x#/b%2F", "--run-dir", str(sidecar.run_dir)]) == 0
+    assert "request a?limit=1&x#/b%2F of raw/one" in capsys.readouterr().out
 
 
 def test_a_get_never_acts(tcp, local):
@@ -268,10 +275,17 @@ def test_addresses_of_this_machine_are_allowed(tcp, host):
 
 @pytest.mark.parametrize(
     "path",
-    ["requests?limit=0", "requests?limit=x", "prefixes?limit=101", f"requests?limit={'1' * 5000}"],
-)
+    ["requests?limit=0", "requests?limit=x", "prefixes?limit=101", f"requests?limit={'1' * 5000}",
+     "requests?hit=2", "requests?reasons=absent"],
+)  # fmt: skip
 def test_a_question_in_the_wrong_form_is_refused(local, path):
     assert local.get(f"/api/v1/{path}").status == 400
+
+
+def test_what_is_not_there_is_said_in_the_form_of_every_fault(local):
+    answer = local.get("/api/v1/nothing")
+    assert (answer.status, answer.json()["error"]) == (404, "path")
+    assert "/api/v1/nothing is not served" in answer.json()["message"]
 
 
 def test_the_body_of_an_action_is_bounded(local):

@@ -50,6 +50,9 @@ def test_every_number_comes_from_the_reading():
     assert found["kvferry_transfer_bytes_total", "save"] == 4096
     assert found["kvferry_pool_used_bytes", "host"] == 1 << 28
     assert found["kvferry_pool_dropped_before_reuse_total", "host"] == 1
+    assert found["kvferry_pool_pinned_objects", "soft"] == 3
+    assert found["kvferry_pool_pinned_objects", "hard"] == 1
+    assert found["kvferry_pool_pinned_bytes", "host"] == 4096
     assert found["kvferry_limit_hits_total", "connections_max"] == 4
     assert found["kvferry_limit_hits_total", "tenant_share"] == 2
     assert found["kvferry_limit_hits_total", "router_hwm"] == 3

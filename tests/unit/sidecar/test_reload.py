@@ -99,12 +99,18 @@ def test_sighup_reloads_and_the_sidecar_goes_on(file):
         kept = 'kvferry_degraded{what="configuration"} 1.0'
         wait_until(lambda: kept in local.get("/metrics").text, "the mistake is told")
         assert sidecar.status()["config"]["limits"]["jobs_max"] == 5
-        file.write_text("[limits]\njobs_max = 77\n[loads]\nbreaker = false\n")
+        drift = local.get("/api/v1/config/drift").json()
+        assert (drift["file"], drift["settings"]) == (str(file), [])
+        assert "keys_max" in drift["error"]
+        file.write_text("[limits]\njobs_max = 77\nranks_max = 2\n[loads]\nbreaker = false\n")
         sidecar.process.process.send_signal(signal.SIGHUP)
         wait_until(
             lambda: sidecar.status()["config"]["limits"]["jobs_max"] == 77, "the limit is read"
         )
         assert kept not in local.get("/metrics").text
+        (left,) = local.get("/api/v1/config/drift").json()["settings"]
+        assert (left["key"], left["on_disk"]) == ("limits.ranks_max", "2")
+        assert left["needs_restart"] is True
 
 
 def save_rules(sidecar, name):

@@ -105,7 +105,9 @@ def test_the_answer_comes_in_time_with_what_is_complete():
     bed.pass_s(STAGE_S * 0.51)
     (answer,) = answers(bed)
     assert (answer.hit_tokens, answer.reason) == (slow.batch_max * BLOCK, "staging")
-    assert bed.pipeline.snapshot(bed.now_s).staging["asks_out_of_time"] == 1
+    snapshot = bed.pipeline.snapshot(bed.now_s)
+    assert snapshot.staging["asks_out_of_time"] == 1
+    assert snapshot.stage_in_seconds.sum == pytest.approx(STAGE_S * 1.01)
     # What comes later serves the next request.
     bed.run_stores()
     bed.say(engine.scheduler, Release([1]))

@@ -36,6 +36,7 @@ body_bytes_max = 64 << 10
 stream_s = 1.0  # between two events of the stream
 streams_max = 32  # of one socket: each asks the control loop every second
 _PAGING = ("tier", "first", "after", "limit")  # parameters beside a filter's
+_FITS = ("engine", "reason", "load")  # fields of a request by which it is chosen
 _KEY = re.compile(r"([0-9a-f]{32})?")
 Handler = Callable[[Request], Awaitable[Any]]
 
@@ -168,8 +169,13 @@ class Api:
 
     async def requests(self, request: Request) -> object:
         """The newest requests that fit."""
+        wanted, count = request.query_params, _number(request, "limit", 100, listed_max)
+        unknown = sorted(set(wanted) - {*_FITS, "hit", "limit"})
+        if unknown or wanted.get("hit", "0") not in ("0", "1"):
+            told = f"requests: no {', '.join(unknown)}" if unknown else f"hit={wanted['hit']}"
+            raise RequestError(told, f"give {', '.join(_FITS)}, hit=0 or hit=1, limit")
         records = await self._window.ask(lambda desk, now_s: desk.records(now_s))
-        return listed(records, request.query_params, _number(request, "limit", 100, listed_max))
+        return listed(records, wanted, count)
 
     async def explain(self, request: Request) -> object:
         """All that is known of one request."""
@@ -258,10 +264,7 @@ def listed(records: tuple[Record, ...], wanted: Any, count: int) -> list[verdict
         if len(found) >= count:
             break
         one = verdicts.view(record, now_s, timeline=False)
-        fits = all(
-            name not in wanted or wanted[name] == getattr(one, name)
-            for name in ("engine", "reason", "load")
-        )
+        fits = all(name not in wanted or wanted[name] == getattr(one, name) for name in _FITS)
         if fits and ("hit" not in wanted or bool(one.hit_tokens) == (wanted["hit"] == "1")):
             found.append(one)
     return found

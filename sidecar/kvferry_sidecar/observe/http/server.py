@@ -54,7 +54,7 @@ def bind_tcp(key: str, address: str) -> socket.socket:
         family, kind, protocol, _, where = found[0]
         listener = socket.socket(family, kind, protocol)
     except (OSError, OverflowError, ValueError) as error:  # no number, no name of a host
-        raise HttpError(f"{key} = {address!r}: {error}", "give host:port") from error
+        raise HttpError(f"{key} = {address!r} is no address: {error}", "give host:port") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
