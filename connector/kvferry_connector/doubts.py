@@ -59,7 +59,8 @@ class Doubts:
             logger.error(
                 "another connector did not load blocks of a step, or what came of it is lost: vLLM "
                 "may hand wrong blocks from its own prefix cache to other requests, so nothing is "
-                "saved until that cache is reset (POST /reset_prefix_cache)"
+                "saved until that cache is reset (POST /reset_prefix_cache, which needs "
+                "VLLM_SERVER_DEV_MODE=1) or the engine is restarted"
             )
         return bad
 
