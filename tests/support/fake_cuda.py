@@ -100,7 +100,7 @@ class FakeGpu:
 
     def __init__(self) -> None:
         self._fake = ctypes.CDLL(str(library()))
-        self._fake.fake_calls.restype = c_char_p
+        self._fake.fake_calls.restype = self._fake.fake_loading.restype = c_char_p
         self._fake.fake_alloc.argtypes = (
             ctypes.POINTER(c_uint64), c_size_t, c_int, c_int, c_uint64
         )  # fmt: skip
@@ -132,6 +132,10 @@ class FakeGpu:
     def pinned(self, address: int) -> bool:
         """Whether host memory is registered."""
         return bool(self._fake.fake_pinned(address))
+
+    def loading(self) -> str:
+        """How modules were to be loaded when the driver began."""
+        return bytes(self._fake.fake_loading()).decode()
 
     def words_on(self) -> int:
         """On which device's stream the last word was written."""
@@ -168,6 +172,10 @@ class FakeGpu:
     def waiting(self) -> int:
         """How many copies and launches on a stream have not run yet."""
         return int(self._fake.fake_waiting())
+
+    def catch_up(self) -> None:
+        """Run what is on the stream."""
+        assert self._fake.cuStreamSynchronize(ctypes.c_void_p(7)) == 0
 
     def free_all(self) -> None:
         """Free what was allocated here, and drop what was opened."""

@@ -21,7 +21,6 @@ enum {
     NO_MEMORY = 2,
     INVALID_CONTEXT = 201,
     MAP_FAILED_ = 205,
-    ALREADY_MAPPED = 208,
     NOT_REGISTERED = 713
 };
 enum { RANGES = 256, PINS = 256, LOG_BYTES = 1 << 20 };
@@ -203,8 +202,12 @@ static Range* range_at(uint64_t base, size_t bytes) {
     return NULL;
 }
 
+static char loading[16];  // how modules are loaded: the real one asks this once, here
+const char* fake_loading(void) { return loading; }
 int cuInit(unsigned flags) {
     ENTER;
+    const char* wanted = getenv("CUDA_MODULE_LOADING");
+    snprintf(loading, sizeof loading, "%s", wanted ? wanted : "");
     return flags ? INVALID_VALUE : OK;
 }
 int cuDriverGetVersion(int* version) {
@@ -280,6 +283,7 @@ int cuPointerGetAttribute(void* out, int attribute, uint64_t at) {
 }
 int cuIpcGetMemHandle(Handle* handle, uint64_t base) {
     ENTER;
+    if (!context) return INVALID_CONTEXT;
     Range* r = find(base);
     if (!r || r->base != base || r->kind != 1) return INVALID_VALUE;
     memset(handle, 0, sizeof *handle);
@@ -296,7 +300,11 @@ int cuIpcOpenMemHandle_v2(uint64_t* out, Handle handle, unsigned flags) {
     snprintf(own, sizeof own, "/kvferry-fake-gpu-%d-", getpid());
     if (strncmp(name, own, strlen(own)) == 0) return INVALID_CONTEXT;
     for (int i = 0; i < RANGES; ++i)
-        if (ranges[i].bytes && strcmp(ranges[i].name, name) == 0) return ALREADY_MAPPED;
+        if (ranges[i].bytes && strcmp(ranges[i].name, name) == 0) {  // as documented; once it was 208
+            ++ranges[i].opened;
+            *out = ranges[i].base;
+            return OK;
+        }
     int fd = shm_open(name, O_RDWR, 0600);
     if (fd < 0) return MAP_FAILED_;
     off_t bytes = lseek(fd, 0, SEEK_END);
@@ -321,6 +329,8 @@ int cuIpcCloseMemHandle(uint64_t base) {
     ENTER;
     Range* r = find(base);
     if (!r || r->base != base || !r->opened) return INVALID_VALUE;
+    if (r->device != (int)context - 100) return INVALID_CONTEXT;  // as the owning device's alone
+    if (--r->opened) return OK;
     munmap((void*)r->base, r->bytes);
     r->bytes = 0;
     return OK;
@@ -469,6 +479,7 @@ int cuMemHostRegister_v2(uint64_t at, size_t bytes, unsigned flags) {
 }
 int cuMemHostUnregister(uint64_t at) {
     ENTER;
+    if (!context) return INVALID_CONTEXT;
     for (int i = 0; i < PINS; ++i)
         if (pins[i].bytes && pins[i].base == at) {
             pins[i].bytes = 0;
@@ -478,6 +489,7 @@ int cuMemHostUnregister(uint64_t at) {
 }
 int cuMemHostGetDevicePointer_v2(uint64_t* out, uint64_t at, unsigned flags) {
     ENTER;
+    if (!context) return INVALID_CONTEXT;
     if (!fake_pinned(at) || flags) return INVALID_VALUE;
     *out = at;
     return OK;
@@ -486,14 +498,21 @@ int cuMemHostGetDevicePointer_v2(uint64_t* out, uint64_t at, unsigned flags) {
 #include "fake_stream.h"
 static int words_on;  // the context whose stream wrote the last word
 int fake_words_on(void) { return words_on; }
+typedef struct {
+    uint64_t at, value;
+} Word;
+static int store(void* what) {
+    Word* w = what;
+    __atomic_store_n((uint64_t*)w->at, w->value, __ATOMIC_RELEASE);
+    return OK;
+}
 int cuStreamWriteValue64_v2(uintptr_t stream, uint64_t at, uint64_t value, unsigned flags) {
     ENTER;
     (void)stream;
     if (!context) return INVALID_CONTEXT;
     words_on = (int)context - 100;
     if (!fake_pinned(at) || flags) return INVALID_VALUE;
-    __atomic_store_n((uint64_t*)at, value, __ATOMIC_RELEASE);
-    return OK;
+    return put(store, &(Word){at, value}, sizeof(Word));
 }
 static int move_2d(void* what) {
     const Copy2D* c = what;
@@ -621,6 +640,7 @@ int cuDeviceGetPCIBusId(char* out, int length, int device) {
 }
 int cuMemGetInfo_v2(size_t* free_bytes, size_t* bytes) {
     ENTER;
+    if (!context) return INVALID_CONTEXT;
     *bytes = (size_t)1 << 30;
     *free_bytes = *bytes;
     for (int i = 0; i < RANGES; ++i) *free_bytes -= ranges[i].bytes;
@@ -699,6 +719,7 @@ int cuMemAlloc_v2(uint64_t* out, size_t bytes) {
 }
 int cuMemFree_v2(uint64_t at) {
     ENTER;
+    if (!context) return INVALID_CONTEXT;
     Range* r = find(at);
     if (!r || r->base != at || r->opened) return INVALID_VALUE;
     shm_unlink(r->name);

@@ -183,6 +183,9 @@ class Driver:
     """The driver and the GPUs this process sees. Raises CudaError when there is none."""
 
     def __init__(self, library: str = LIBRARY) -> None:
+        # Read by the driver as it begins; whoever has set it keeps it. Drivers before CUDA 12.2
+        # else load every kernel of a module, and with them GPU memory that nobody uses.
+        ctypes.CDLL(None).setenv(b"CUDA_MODULE_LOADING", b"LAZY", 0)
         try:
             self._cu = ctypes.CDLL(library)
             for name, types in _PROTOTYPES.items():

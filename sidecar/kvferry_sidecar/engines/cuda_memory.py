@@ -89,6 +89,7 @@ class CudaMemories:
         with self._lock:
             mapped = self._open.get(key)
             if mapped is None:
+                self._check_handle(memory)
                 address = self._map(ordinal, cuda, fd)
                 mapped = _Open(ordinal, address, cuda.allocation_bytes, fd is not None)
                 self._open[key] = mapped
@@ -96,6 +97,16 @@ class CudaMemories:
         device = DeviceMemory(ordinal, mapped.address + cuda.offset, memory.total_bytes)
         weakref.finalize(device, self._drop, key).atexit = False
         return device
+
+    def _check_handle(self, memory: Memory) -> None:
+        """Opened a second time, it would be the memory that is mapped already, or end with that."""
+        handle = memory.cuda.handle if memory.cuda is not None else b""
+        if handle and any(other == handle for _, _, other in self._open):
+            raise CudaError(
+                f"buffer {memory.buffer} has the handle of other memory that is still open here, "
+                "and the driver takes both for one; the engine asks again until that is closed",
+                208,
+            )
 
     def _map(self, ordinal: int, cuda: CudaMemory, fd: int | None) -> int:
         self._driver.use(ordinal)
@@ -136,14 +147,14 @@ class PinnedPool:
         self._pinned_to = self.cuts[0]
         self._stopping = False
         self._moved = threading.Condition()
+        self._ordinal = 0
         self._thread: threading.Thread | None = None
 
     def start(self, ordinal: int) -> None:
         """Begin, once: registering creates a context, so on a GPU that is used anyway."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._pin, args=(ordinal,), name="kvferry-pin", daemon=True
-            )
+            self._ordinal = ordinal
+            self._thread = threading.Thread(target=self._pin, name="kvferry-pin", daemon=True)
             self._thread.start()
 
     def has(self, end: int) -> bool:
@@ -182,9 +193,9 @@ class PinnedPool:
     def _ended(self) -> bool:
         return self._stopping or self.failure is not None
 
-    def _pin(self, ordinal: int) -> None:
+    def _pin(self) -> None:
         try:
-            self._driver.use(ordinal)
+            self._driver.use(self._ordinal)
             for start, end in pairwise(self.cuts):
                 if self._stopping:
                     return
@@ -208,7 +219,8 @@ class PinnedPool:
     def _give_back(self) -> None:
         for start in reversed([cut for cut in self.cuts[:-1] if cut < self._pinned_to]):
             try:
-                self._driver("cuMemHostUnregister", self._address + start)
+                with self._driver.on(self._ordinal):  # whichever thread ends the engine
+                    self._driver("cuMemHostUnregister", self._address + start)
             except CudaError as error:
                 self._log.error("a part of the pool stays pinned", error=str(error))
                 if self._driver.lost is not None:

@@ -36,7 +36,7 @@ from kvferry_connector.cuda import Driver
 from support.fake_cuda import FakeGpu, as_driver, bytes_at, library
 gpu, driver = FakeGpu(), Driver(str(library()))
 address = gpu.alloc({ALLOCATION_BYTES}, device=1)
-bytes_at(address, {ALLOCATION_BYTES})[:] = 42
+bytes_at(address, {ALLOCATION_BYTES})[4096:12288] = 42
 with driver.on(1):
     print(msgspec.json.encode(driver.export(address + 4096, 1)).decode(), flush=True)
 sys.stdin.read()
@@ -90,7 +90,7 @@ def test_one_mapping_per_allocation_closed_with_its_last_user(
 
 
 def test_closing_leaves_the_threads_own_gpu_current(
-    memories: CudaMemories, exported: CudaMemory
+    gpu: FakeGpu, memories: CudaMemories, exported: CudaMemory
 ) -> None:
     """The last reference may fall on the thread of another GPU's copies."""
     opened = memories.open(buffer(exported), life=5)  # on GPU 1
@@ -100,16 +100,26 @@ def test_closing_leaves_the_threads_own_gpu_current(
     current = c_void_p()
     driver("cuCtxGetCurrent", byref(current))
     assert current.value == 100, "the context of GPU 0"
+    assert gpu.mapped() == 0, "and was closed on its own GPU"
 
 
-def test_equal_handles_of_another_process_are_not_trusted(
-    gpu: FakeGpu, memories: CudaMemories, exported: CudaMemory
+@pytest.mark.parametrize(("life", "more"), [(6, 0), (5, 1)], ids=["process", "allocation"])
+def test_equal_handles_of_another_process_or_allocation_are_not_trusted(
+    gpu: FakeGpu, memories: CudaMemories, exported: CudaMemory, life: int, more: int
 ) -> None:
+    """The driver returns the mapping that it has, which is of other memory."""
     kept = memories.open(buffer(exported), life=5)
-    with pytest.raises(CudaError, match="ALREADY_MAPPED"):
-        memories.open(buffer(exported), life=6)
-    assert kept.total_bytes == 8192
+    other = msgspec.structs.replace(exported, buffer_id=exported.buffer_id + more)
+    gpu.forget()
+    with pytest.raises(CudaError, match=r"the handle of other memory .* asks again"):
+        memories.open(buffer(other), life=life)
+    assert not gpu.calls("cuIpcOpenMemHandle_v2")
+    assert (bytes_at(kept.address, 8192) == 42).all(), "what was open stays open"
     assert len(memories) == 1
+    del kept
+    again = memories.open(buffer(other), life=life)
+    assert len(gpu.calls("cuIpcOpenMemHandle_v2")) == 1, "it is opened anew"
+    assert again.total_bytes == 8192
 
 
 @pytest.mark.parametrize(
@@ -173,6 +183,18 @@ def test_an_unknown_error_keeps_its_number() -> None:
     assert "CUDA_ERROR_4711" in str(error_of("cuInit", 4711))
 
 
+@pytest.mark.parametrize(("before", "then"), [(None, "LAZY"), ("EAGER", "EAGER")])
+def test_modules_are_loaded_lazily_unless_somebody_said_otherwise(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, before: str | None, then: str
+) -> None:
+    """Said before the driver begins, which asks only once."""
+    monkeypatch.setenv("CUDA_MODULE_LOADING", before or "")
+    if before is None:
+        monkeypatch.delenv("CUDA_MODULE_LOADING")
+    Driver(str(library()))
+    assert gpu.loading() == then
+
+
 # --- pinning ---------------------------------------------------------------------------------
 
 
@@ -218,7 +240,8 @@ def test_the_arena_is_pinned_chunk_by_chunk_and_given_back_in_reverse(
     assert len(gpu.calls("cuMemHostRegister_v2")) == 4
     assert not gpu.pinned(pool.address), "the index is no GPU's business"
     assert all(gpu.pinned(pool.address + at) for at in range(8192, 5 * 8192, 4096))
-    pinned.close()
+    with ThreadPoolExecutor(1) as other:  # that uses no GPU
+        other.submit(pinned.close).result(90)
     assert not gpu.pinned(pool.address + 8192)
     assert len(gpu.calls("cuMemHostUnregister")) == 4
 

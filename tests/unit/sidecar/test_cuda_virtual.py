@@ -54,6 +54,7 @@ def test_virtual_memory_is_mapped_by_its_descriptor(
     second = memories.open(memory, 5, fd)
     assert second.address != first.address, "another descriptor may be of other memory"
     assert memories.mapped_bytes(1) == 2 * ALLOCATION_BYTES
+    assert memories.mapped_bytes(0) == 0
     del first, second
     assert (gpu.mapped(), len(memories)) == (0, 0)
     assert gpu.calls("cuMemUnmap") == ["cuMemUnmap"] * 2
