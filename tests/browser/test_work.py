@@ -88,6 +88,8 @@ def test_work_that_ended_is_in_the_log_the_status_and_the_page(
         panel = page.get_by_role("region", name="Long work")
         panel.get_by_text(name, exact=True).wait_for()
         panel.get_by_text(amount).first.wait_for()
+        tiers = page.get_by_role("region", name="Slower tiers")
+        tiers.get_by_text("regions free").wait_for()  # what a tier says of itself
 
 
 def test_a_drain_is_in_the_log_the_status_and_the_page(

@@ -287,6 +287,11 @@ export const Strip = ({ status, trouble }) => (
         <span>
           {status.sessions.filter((s) => s.ready).length} of {status.sessions.length} engines ready
         </span>
+        {(status.pipeline?.tiers ?? []).filter((tier) => tier.facts.transport).map((tier) => (
+          <span key={tier.name}>
+            {tier.name} over {tier.facts.transport}
+          </span>
+        ))}
         {status.traces && <span class={status.traces.error ? "state-bad" : ""}>traces {status.traces.error ? "are lost" : "on"}</span>}
         {(status.progress ?? []).map((work) => (
           <span key={work.name}>

@@ -70,13 +70,13 @@ const Ranks = ({ status }) => {
     <Panel title="Engines and ranks" wide note={error}>
       <Table
         empty="No engine is attached. Engines attach by themselves; see docs: When hits are missing."
-        columns={["engine", "half", "state", "place", "pod or host", "in flight", "last message", "last beat", "pid", "generation", "memory mapped", "in", "namespace"]}
+        columns={["state", "half", "engine", "place", "pod or host", "in flight", "last message", "last beat", "pid", "generation", "memory mapped", "memory in", "namespace"]}
         rows={status.sessions.flatMap((session) => [
           ...session.halves.map((half) => [
-            name_of(session),
-            half.rank < 0 ? "scheduler" : `rank ${half.rank}`,
             (session.ready ? "ready" : half.registered ? "registered" : "attached") +
               (half.connected ? "" : ", disconnected"),
+            half.rank < 0 ? "scheduler" : `rank ${half.rank}`,
+            name_of(session),
             place(session, half),
             half.host || "–",
             half.rank < 0 ? "–" : count(in_flight(name_of(session), half.rank)),
@@ -90,7 +90,7 @@ const Ranks = ({ status }) => {
           ]),
           ...session.ranks
             .filter((rank) => !session.halves.some((half) => half.rank === rank))
-            .map((rank) => [name_of(session), `rank ${rank}`, <span class="verdict-fail">missing</span>, ...Array(10).fill("–")]),
+            .map((rank) => [<span class="verdict-fail">missing</span>, `rank ${rank}`, name_of(session), ...Array(10).fill("–")]),
         ])}
       />
     </Panel>
@@ -155,12 +155,12 @@ const Pool = ({ pool, pipeline }) => (
 );
 
 const Latency = ({ pipeline }) => (
-  <Panel title="Latency by stage" note="Since this start. Percentiles are at most as much: bounds of buckets. fence: the engine's step.">
+  <Panel title="Latency by stage" note="Since this start. Percentiles are at most as much: bounds of buckets. fence: the engine's step; stage-in: lookups that waited for slower tiers.">
     <Table
       empty="No job has ended yet."
       columns={["stage", "p50", "p95", "p99", "mean"]}
-      rows={entries(pipeline.stage_seconds)
-        .map(([name, one]) => [name, one, total(one.counts)])
+      rows={[...entries(pipeline.stage_seconds), ["stage-in", pipeline.stage_in_seconds]]
+        .map(([name, one]) => [name, one, total(one?.counts)])
         .filter(([, , n]) => n > 0)
         .map(([name, one, n]) => [
           name.replace("/", " "),
@@ -205,6 +205,13 @@ const BreakEven = ({ pipeline }) => {
   );
 };
 
+// Bounds that are no reason of a request's or a job's.
+const bounds = ({ admissions_dropped, tombstone_collapses, staging }) => [
+  ["admissions_max", admissions_dropped],
+  ["tombstones_max", tombstone_collapses],
+  ...entries(staging).filter(([name]) => name.endsWith("_max")),
+];
+
 const Errors = ({ status }) => (
   <Panel title="Failures and refusals">
     <Table
@@ -214,6 +221,8 @@ const Errors = ({ status }) => (
         ...entries(status.pipeline.ends).filter(([name]) => !name.includes("/done/")),
         ...entries(status.pipeline.ledger.reasons).filter(([name]) => name.startsWith("refused/")),
         ...entries(status.pipeline.declines).filter(([name]) => name !== "absent").map(([name, n]) => [`declined: ${name}`, n]),
+        ...entries(status.pipeline.skips).filter(([name]) => name !== "stored").map(([name, n]) => [`not saved: ${name}, objects`, n]),
+        ...bounds(status.pipeline).map(([name, n]) => [`bound hit: ${name}`, n]),
         ...entries(status.loop.attach_refused).map(([name, n]) => [`attach: ${name}`, n]),
         ...entries(status.loop.frames_refused).map(([name, n]) => [`frame: ${name}`, n]),
         ...status.pipeline.violations.map((text) => [`violation: ${text}`, 1]),
@@ -271,9 +280,9 @@ const Evictions = ({ pool, residence, series }) => (
     <Facts
       rows={[
         ["evicted", count(pool.evictions)],
+        ["of these never loaded", `${count(pool.dropped_before_reuse)} (${percent(pool.dropped_before_reuse, pool.evictions)})`],
         ["half stayed", stay(residence, 0.5)],
         ["a tenth stayed", stay(residence, 0.1)],
-        ["of these never loaded", `${count(pool.dropped_before_reuse)} (${percent(pool.dropped_before_reuse, pool.evictions)})`],
       ]}
     />
     <Chart series={series} unit={rate} lines={[["evicted/s", "evicted", "--bad"]]} />
@@ -286,25 +295,32 @@ const Prefixes = () => {
     <Panel title="Hottest prefixes" note={error}>
       <Table
         empty="Nothing has hit yet."
-        columns={["first chunk", "hits", "tokens", "longest", "last use"]}
-        rows={(data ?? []).map((p) => [<span title={p.engine}>{p.key.slice(0, 8)}</span>, count(p.hits), count(p.hit_tokens), count(p.longest_tokens), `${seconds(p.last_use_s)} ago`])}
+        columns={["first chunk", "hits", "tokens", "longest", "last use", "engine"]}
+        rows={(data ?? []).map((p) => [p.key.slice(0, 8), count(p.hits), count(p.hit_tokens), count(p.longest_tokens), `${seconds(p.last_use_s)} ago`, p.engine])}
       />
     </Panel>
   );
 };
 
+// Names of the sidecar's own, such as regions_free and total_bytes, with their numbers.
+const told = (facts) =>
+  entries(facts)
+    .map(([name, value]) => `${name.replace(/_bytes$/, "").replaceAll("_", " ")} ${name.endsWith("_bytes") ? bytes(value) : typeof value === "number" ? count(value) : value}`)
+    .join(", ");
+
 const Tiers = ({ pipeline }) => (
   <Panel title="Slower tiers" wide note="Disk and remote stores, as configured in tiers.*.">
     <Table
       empty="None is configured."
-      columns={["tier", "state", "reason of state", "calls open", "given up", "events"]}
+      columns={["tier", "state", "reason of state", "facts", "calls open", "given up", "events"]}
       rows={(pipeline.tiers ?? []).map((tier) => [
         tier.name,
         tier.state,
         tier.reason,
+        told(tier.facts),
         count(tier.calls_open),
         count(tier.calls_late),
-        entries(tier.counts).map(([name, n]) => `${name} ${count(n)}`).join(", "),
+        told(tier.counts),
       ])}
     />
   </Panel>
@@ -322,6 +338,7 @@ const Paths = ({ status }) => {
       <Facts
         rows={[
           ["engines' KV memory", places.join(", ") || "no engine is attached"],
+          ["halves that left, their memory still mapped", count(status.loop.leaving_halves)],
           ["pool on NUMA nodes", nodes.join(", ") || paths?.pool_nodes_missing || "being asked"],
         ]}
       />

@@ -16,6 +16,7 @@ from kvferry_sidecar.config import Loaded
 from kvferry_sidecar.engines.base import GpuUse
 from kvferry_sidecar.observe.progress import WorkStatus
 from kvferry_sidecar.observe.status import Document, HalfStatus, PoolStatus, SessionStatus
+from kvferry_sidecar.outcomes.histogram import HistogramReading
 from kvferry_sidecar.settings import size_text
 
 PIPED_WIDTH = 120
@@ -28,7 +29,10 @@ def console() -> Console:
 
 
 def status(document: Document, *, everything: bool = False) -> RenderableType:
-    """Return the status as tables; ``everything`` that is counted, or what tells how it goes."""
+    """Return the status as tables; ``everything`` that is counted, or what tells how it goes.
+
+    What grows with the engines comes last: `kvferry top` shows as much as the terminal has lines.
+    """
     state = f"{document.state or 'serving'}, up {duration(document.uptime_s)}"
     parts: list[RenderableType] = [
         Text(
@@ -39,20 +43,22 @@ def status(document: Document, *, everything: bool = False) -> RenderableType:
         *(Text(_work(work), style="bold") for work in document.progress),
         *(Text(_ended(work), style="dim") for work in document.ended),
     ]
+    if document.pool:
+        parts.append(_pool(document.pool))
+    pipeline = document.pipeline if isinstance(document.pipeline, Mapping) else {}
+    if pipeline:
+        parts.append(summary(pipeline))
+        if told := curve(pipeline):
+            parts.append(Text(told))
+        parts.extend(_tiers(pipeline.get("tiers") or ()))
+    parts.extend(Text(_gpu(gpu)) for gpu in document.gpus)
     if document.sessions_left_out:
         parts.append(Text(f"{document.sessions_left_out} sessions left out: too many to show"))
     if document.sessions:
         parts.append(_sessions(document.sessions))
     for session in document.sessions:
         parts.extend(Text(f"note: {note}", style="yellow") for note in session.notes)
-    if document.pool:
-        parts.append(_pool(document.pool))
-    parts.extend(Text(_gpu(gpu)) for gpu in document.gpus)
-    if isinstance(document.pipeline, Mapping):
-        parts.append(summary(document.pipeline))
-        if told := curve(document.pipeline):
-            parts.append(Text(told))
-        parts.extend(_pipeline(document.pipeline, everything=everything))
+    parts.extend(_pipeline(pipeline, everything=everything))
     if isinstance(document.loop, Mapping) and everything:
         parts.append(_tree("loop", document.loop))
     return Group(*parts)
@@ -156,6 +162,19 @@ def summary(pipeline: Mapping[str, Any]) -> RenderableType:
     return table
 
 
+def _tiers(tiers: Iterable[Mapping[str, Any]]) -> Iterator[Table]:
+    """Yield disk and remote stores: whether they work, over what, and what moved."""
+    table = _table("slower tiers", "tier", "state", "transport", "read", "written", "calls open")
+    for one in tiers:
+        counts = one.get("counts") or {}
+        sizes = (size_text(counts.get(f"{way}_bytes", 0)) for way in ("get", "put"))
+        state = ": ".join(filter(None, (one.get("state"), one.get("reason"))))
+        transport = (one.get("facts") or {}).get("transport", "-")
+        table.add_row(one.get("name"), state, transport, *sizes, str(one.get("calls_open", 0)))
+    if table.row_count:
+        yield table
+
+
 def curve(pipeline: Mapping[str, Any]) -> str:
     """Return what pools of other sizes would hold, in words; empty where nothing is known."""
     one = (pipeline.get("journal") or {}).get("curve") or {}
@@ -191,12 +210,27 @@ def _pipeline(pipeline: Mapping[str, Any], *, everything: bool) -> Iterator[Rend
             sizes = (size_text(totals.get(f"{way}_bytes", 0)) for way in ("loaded", "saved"))
             table.add_row(name, *(f"{totals.get(number, 0):,}" for number in numbers), *sizes)
         yield table
+    yield from _latency(rest.get("stage_seconds") or {})
     if reasons := total.get("reasons"):
         yield _tree("outcomes by reason", reasons)
     for violation in rest.pop("violations", ()):
         yield Text(f"violation: {violation}", style="red")
     if everything:
         yield _tree("leases, lookups and outcomes", rest)
+
+
+def _latency(stages: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield how long each stage of loads and saves takes; at most, by bounds of buckets."""
+    table = _table("milliseconds by stage, at most", "stage", "p50", "p95", "p99")
+    for name, told in stages.items():
+        one = msgspec.convert(told, HistogramReading)
+        if one.count:
+            shares = (one.quantile(share) * 1e3 for share in (0.5, 0.95, 0.99))
+            table.add_row(name.replace("/", " "), *(f"{ms:,g}" for ms in shares))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    if table.row_count:
+        yield table
 
 
 def _tree(title: str, tree: Mapping[str, object]) -> Table:

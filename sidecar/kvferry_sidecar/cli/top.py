@@ -61,16 +61,21 @@ def run(run_dir: Path, interval_s: float) -> int:
 
 
 def screen(frame: Frame, before: Frame | None) -> RenderableType:
-    """Return one frame; rates are those since the one before."""
+    """Return one frame; rates are those since the one before.
+
+    A terminal that is too small cuts the end off: what changes and what is stuck comes first.
+    """
     document = frame.document
     if document is None:
         return Text(f"{frame.missing}\nwaiting; q quits", style="yellow")
-    parts: list[RenderableType] = [render.status(document)]
+    parts: list[RenderableType] = [
+        Text("q quits; kvferry explain REQUEST tells one request's story", style="dim"),
+        *_jobs(frame.jobs),
+        render.status(document),
+    ]
     former = before.document if before is not None else None
     if former is not None and before is not None and former.epoch == document.epoch:
         parts.insert(1, _rates(document.pipeline, former.pipeline, frame.at_s - before.at_s))
-    parts.append(_jobs(frame.jobs))
-    parts.append(Text("q quits; kvferry explain REQUEST tells one request's story", style="dim"))
     return Group(*parts)
 
 
@@ -93,14 +98,16 @@ def _number(tree: Mapping[str, Any], path: tuple[str, ...]) -> float:
     return float(tree.get(path[-1], 0))
 
 
-def _jobs(jobs: list[JobView]) -> RenderableType:
-    columns = ("age", "kind", "request", "engine", "tokens", "ranks")
-    table = Table(*columns, title=f"in flight: {len(jobs)}", title_justify="left", box=None)
+def _jobs(jobs: list[JobView]) -> Iterator[RenderableType]:
+    yield Text(f"in flight: {len(jobs)}")
+    if not jobs:
+        return
+    table = Table("age", "kind", "request", "engine", "tokens", "ranks", box=None)
     for job in jobs[:jobs_shown_max]:
         ranks = ", ".join(f"{rank.rank} {rank.state}" for rank in job.ranks[:8])
         span = f"{job.start_tokens:,} to {job.end_tokens:,}"
         table.add_row(f"{job.age_s:.1f} s", job.kind, job.request, job.engine, span, ranks)
-    return table
+    yield table
 
 
 @contextmanager

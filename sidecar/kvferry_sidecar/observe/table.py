@@ -98,7 +98,7 @@ COUNTERS = (
         "lookup_hit_tokens",
         "Tokens that were offered, by the tier they lie in.",
         ("tier",),
-        by(lambda r: r.pipeline.journal.hit_tokens),
+        by(lambda r: {"host": 0} | r.pipeline.journal.hit_tokens),
     ),
     Row(
         "lookup_miss_tokens",

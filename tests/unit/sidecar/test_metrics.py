@@ -75,6 +75,13 @@ def test_hits_and_misses_are_the_whole():
     assert sum(parts) == found["kvferry_lookup_tokens_total",]
 
 
+def test_what_alerts_compare_is_there_before_the_first():
+    """Without the series of hits a hit ratio of nothing would be no number, and no alert."""
+    found = values(metrics.exposition(reading(Bed()))[0])
+    assert found["kvferry_lookup_hit_tokens_total", "host"] == 0
+    assert found["kvferry_damaged_chunks_total",] == 0
+
+
 def test_openmetrics_where_it_is_asked_for():
     body, kind = metrics.exposition(reading(), "application/openmetrics-text; version=1.0.0")
     assert kind.startswith("application/openmetrics-text")

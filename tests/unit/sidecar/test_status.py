@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -155,7 +156,13 @@ def test_the_tables_show_it(monkeypatch):
         "hit_tokens": 12345,
         "jobs_open": {"load": 6},
         "violations": ["one job too many"],
-    }
+        "tiers": [{"name": "redis", "state": "off", "reason": "it hangs", "calls_open": 7,
+                   "counts": {"get_bytes": 3 << 20}, "facts": {"transport": "tcp"}}],
+        "stage_seconds": {
+            "load/copy": {"bounds": [0.025, 1.0], "counts": [99, 1, 0], "sum": 1.0},
+            "save/copy": {"bounds": [0.025, 1.0], "counts": [0, 0, 0], "sum": 0.0},
+        },
+    }  # fmt: skip
     _, document = build([session(), absent], snapshot)
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
@@ -163,8 +170,11 @@ def test_the_tables_show_it(monkeypatch):
     for words in ("engine/instance", "ready", "attached, disconnected", "worker 1", "not attached",
                   "256 MiB (25%)", "failed/checksum", "hit_tokens", "12,345", "jobs_open.load",
                   "violation: one job too many", "[red]two[/red]/instance",
-                  "dtype (half against (absent)) differs"):  # fmt: skip
+                  "dtype (half against (absent)) differs", "off: it hangs", "tcp",
+                  "3 MiB"):  # fmt: skip
         assert words in out.getvalue(), out.getvalue()
+    assert re.search(r"load copy +25 +25 +25", out.getvalue())
+    assert "save copy" not in out.getvalue(), "nothing was saved"
 
 
 def test_the_snapshot_of_the_pipeline_is_shown_as_it_is():

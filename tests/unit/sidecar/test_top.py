@@ -28,9 +28,9 @@ LIFE = b"T" * 16
 class Terminal:
     """A program in a terminal of 140 columns; ``text`` is all it wrote, without its controls."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, lines: int = 60) -> None:
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 140, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, 140, 0, 0))
         # Sizes of another terminal in the environment would be believed before this one's.
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         environment["TERM"] = "xterm"
@@ -67,19 +67,25 @@ class Terminal:
         os.close(self._master)
 
 
-@pytest.mark.parametrize("key", [b"q", b"\x1b", b""])
-def test_it_shows_what_happens_and_leaves_with_a_key(key):
+# A terminal of a few lines shows what happens now and what is stuck; further ones the engines too.
+@pytest.mark.parametrize(
+    ("key", "lines", "words"),
+    [(b"q", 60, "load copy"), (b"\x1b", 24, "q quits"), (b"", 8, "ready")],
+)
+def test_it_shows_what_happens_and_leaves_with_a_key(key, lines, words):
     with running_sidecar(pool_bytes=8 << 20) as sidecar:
         memory = KvMemory()
         halves = attach_pair(sidecar.run_dir, memory, LIFE)
         engine = HotEngine(*halves, memory, LIFE)
         engine.put("shown", [1, 2, 3])
-        terminal = Terminal("top", "--run-dir", str(sidecar.run_dir), "--interval", "0.1")
+        assert engine.get("shown", [1, 2, 3]) == 48
+        command = ("top", "--run-dir", str(sidecar.run_dir), "--interval", "0.1")
+        terminal = Terminal(*command, lines=lines)
         try:
-            terminal.shows("raw/one", "ready", "wanted beyond the engines' own", "in flight: 0")
+            terminal.shows(words, "ready", "in flight: 0")
             admission, _ = engine.lease("shown", 3)
             job = engine.submit(engine.load_job(admission, [4, 5, 6], step=9))
-            terminal.shows("in flight: 1", "0 fence", "tokens/s")
+            terminal.shows("in flight: 1", "raw/one", "0 fence", "tokens/s")
             memory.bound(9)
             assert engine.ended(job).status == "done"
             assert terminal.press(key) == 0
