@@ -54,7 +54,7 @@ def library() -> Path:
 def _kernels(folder: Path, flags: list[str]) -> list[Path]:
     """Compile the copy kernel for this processor, once per width, and what launches them."""
     before, after = SOURCE.with_name("fake_kernel.h"), SOURCE.with_name("fake_launch.cpp")
-    text = 'extern "C" {\nunsigned long long fake_stores;\n'
+    text = 'extern "C" {\nunsigned long long fake_stores;\nint fake_misaligned;\n'
     cases = ""
     objects = []
     for width, vector in cuda_kernel.VECTORS.items():
@@ -164,10 +164,6 @@ class FakeGpu:
     def lazily(self, wanted: bool) -> None:
         """Have what is put on a stream run when somebody waits for it, and not before."""
         self._fake.fake_lazily(int(wanted))
-
-    def on_default_stream(self) -> int:
-        """How many copies and launches were put on the default stream."""
-        return int(self._fake.fake_on_default())
 
     def waiting(self) -> int:
         """How many copies and launches on a stream have not run yet."""

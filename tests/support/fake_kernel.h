@@ -2,10 +2,10 @@
 // Compiled once per width, with VEC and WIDTH defined and the source after this file.
 #include <cstring>
 
-struct uint2 {
+struct alignas(8) uint2 {
     unsigned x, y;
 };
-struct uint4 {
+struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
 struct Place {
@@ -13,15 +13,24 @@ struct Place {
 };
 static thread_local Place threadIdx, blockIdx, blockDim, gridDim;
 extern "C" unsigned long long fake_stores;  // bytes, of all launches
+extern "C" int fake_misaligned;             // this processor takes such an address, a GPU does not
 #define __global__
 #define __launch_bounds__(n)
 template <class T>
+static void check(const T* at) {
+    fake_misaligned |= reinterpret_cast<unsigned long long>(at) % sizeof(T) != 0;
+}
+template <class T>
 static T __ldcs(const T* at) {
-    return *at;
+    check(at);
+    T value;
+    memcpy(&value, at, sizeof value);
+    return value;
 }
 template <class T>
 static void __stcs(T* at, T value) {
-    *at = value;
+    check(at);
+    memcpy(at, &value, sizeof value);
     fake_stores += sizeof(T);
 }
 #define NAMED(name, width) name##width

@@ -514,6 +514,8 @@ int cuStreamWriteValue64_v2(uintptr_t stream, uint64_t at, uint64_t value, unsig
     if (!fake_pinned(at) || flags) return INVALID_VALUE;
     return put(store, &(Word){at, value}, sizeof(Word));
 }
+// The default stream, in either of its kinds (0, 1, 2), waits for others: nobody is to use it.
+static int on_stream(uintptr_t stream) { return context && stream == 7; }
 static int move_2d(void* what) {
     const Copy2D* c = what;
     int save = c->srcType == 2;
@@ -528,7 +530,7 @@ static int move_2d(void* what) {
 }
 int cuMemcpy2DAsync_v2(const Copy2D* c, uintptr_t stream) {
     ENTER;
-    if (!context || stream != 7) return INVALID_CONTEXT;
+    if (!on_stream(stream)) return INVALID_CONTEXT;
     int save = c->srcType == 2 && c->dstType == 1, load = c->srcType == 1 && c->dstType == 2;
     if (!save && !load) return INVALID_VALUE;
     uint64_t device = save ? c->srcDevice : c->dstDevice;
@@ -544,12 +546,6 @@ int cuMemcpy2DAsync_v2(const Copy2D* c, uintptr_t stream) {
     return put(move_2d, c, sizeof *c);
 }
 
-static int on_default;  // copies and launches on the default stream
-int fake_on_default(void) { return on_default; }
-static int on_stream(uintptr_t stream) {
-    on_default += !stream;
-    return context && (stream == 7 || stream == 0);
-}
 typedef struct {
     void* to;
     const void* from;
@@ -579,7 +575,7 @@ int cuMemcpyBatchAsync(uint64_t* to, uint64_t* from, size_t* sizes, size_t count
                        CopyAttributes* attributes, size_t* indices, size_t attribute_count,
                        size_t* failed, uintptr_t stream) {
     ENTER;
-    if (!on_stream(stream) || !stream || !count || count > 4096) return INVALID_VALUE;
+    if (!on_stream(stream) || !count || count > 4096) return INVALID_VALUE;
     if (attribute_count != 1 || attributes->order != 1 || indices[0]) return INVALID_VALUE;
     for (size_t i = 0; i < count; ++i) {
         int rc = piece(to[i], from[i], sizes[i]);
@@ -710,7 +706,7 @@ int cuIpcOpenEventHandle(uintptr_t* out, Handle handle) {
     int fd = shm_open((char*)handle.reserved, O_RDWR, 0600);
     if (fd < 0) return MAP_FAILED_;
     close(fd);
-    return new_event(out);
+    return new_event(out, 0);
 }
 int cuMemAlloc_v2(uint64_t* out, size_t bytes) {
     ENTER;

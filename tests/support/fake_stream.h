@@ -11,7 +11,7 @@ typedef struct {
 static Queued* queue;
 static size_t queue_room, queue_end, queue_ran;
 static size_t event_at[EVENTS];  // how far the stream was at an event's last record
-static int event_there[EVENTS];
+static int event_there[EVENTS];  // and its flags, beside bit 8
 static int lazy;
 
 static int run_until(size_t end) {
@@ -63,10 +63,10 @@ int cuStreamSynchronize(uintptr_t stream) {
 static size_t* event_of(uintptr_t event) {
     return event && event < EVENTS && event_there[event] ? &event_at[event] : NULL;
 }
-static int new_event(uintptr_t* out) {
+static int new_event(uintptr_t* out, unsigned flags) {
     for (*out = 1; *out < EVENTS; ++*out)
         if (!event_there[*out]) {
-            event_there[*out] = 1;
+            event_there[*out] = 256 | flags;
             event_at[*out] = 0;
             return OK;
         }
@@ -74,12 +74,12 @@ static int new_event(uintptr_t* out) {
 }
 int cuEventCreate(uintptr_t* out, unsigned flags) {
     ENTER;
-    return context && flags & 2 ? new_event(out) : INVALID_VALUE;
+    return context && flags & 2 && flags < 8 ? new_event(out, flags) : INVALID_VALUE;
 }
 int cuEventRecord(uintptr_t event, uintptr_t stream) {
     ENTER;
     size_t* at = event_of(event);
-    if (!at || (stream && stream != 7)) return INVALID_VALUE;
+    if (!at || stream != 7) return INVALID_VALUE;
     *at = queue_end;
     return OK;
 }
@@ -91,7 +91,8 @@ int cuEventQuery(uintptr_t event) {
 int cuEventSynchronize(uintptr_t event) {
     ENTER;
     size_t* at = event_of(event);
-    return at ? run_until(*at) : INVALID_VALUE;
+    // The real one waits in a loop for an event without the flag, and takes a processor.
+    return at && event_there[event] & 1 ? run_until(*at) : INVALID_VALUE;
 }
 int cuEventDestroy_v2(uintptr_t event) {
     ENTER;

@@ -118,8 +118,8 @@ class CudaCopyEngine:
     def pin(self, driver: Driver, ordinal: int) -> None:
         """Begin to pin the pool, once."""
         if self._pinned is None:
-            threads = self._options.threads
-            self._pinned = PinnedPool(driver, self._pool, self._log, threads)
+            threads, moved = self._options.threads, self._pool_moved
+            self._pinned = PinnedPool(driver, self._pool, self._log, threads, moved)
             self._pinned.start(ordinal)
 
     def pinning(self) -> tuple[int, int]:
@@ -165,6 +165,7 @@ class CudaCopyEngine:
             if job is not None:
                 job.cancelled = True
                 self._moved.notify_all()
+                self._pool_moved()
 
     def collect(self) -> list[CopyResult]:
         """Results since the last call; clears wake_fd."""
@@ -193,6 +194,11 @@ class CudaCopyEngine:
             self._pinned = None
 
     # --- lanes -------------------------------------------------------------------------------
+
+    def _pool_moved(self) -> None:
+        """A job may wait for its part of the pool no more."""
+        for lane in list(self._lanes.values()):
+            lane.look()
 
     def _lane(self, ordinal: int, direction: Direction) -> Lane:
         lane = self._lanes.get((ordinal, direction))
@@ -235,16 +241,19 @@ class CudaCopyEngine:
             if len(self._finished) == 1:
                 os.eventfd_write(self._wake, 1)
 
-    def gives_way(self, job: Job) -> bool:
-        """Whether the link is to be left alone before a job's next slice."""
-        with self._lock:
-            return self._options.share_percent < 100 or self._has_to_wait(job)
+    def gives_way(self, job: Job, first: int) -> bool:
+        """Whether the link is to be left alone before a job's slice from chunk ``first`` on.
 
-    def stand_back(self, job: Job, slice_s: float) -> None:
+        Loads are waited for inside of a save only, or many small saves would never end.
+        """
+        with self._lock:
+            return self._options.share_percent < 100 or (first > 0 and self._has_to_wait(job))
+
+    def stand_back(self, job: Job, slice_s: float, idle_s: float) -> None:
         """Leave the link to loads, and to others what is not our share of the time."""
-        rest_s = slice_s * (100 / self._options.share_percent - 1)
+        rest_s = slice_s * (100 / self._options.share_percent - 1) - idle_s
         with self._moved:
-            if rest_s:
+            if rest_s > 0:
                 self._moved.wait_for(lambda: job.cancelled, rest_s)
             self._moved.wait_for(
                 lambda: job.cancelled or not self._has_to_wait(job), yield_ms_max / 1000

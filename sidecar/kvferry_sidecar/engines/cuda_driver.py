@@ -19,7 +19,7 @@ UUID_BYTES = 16
 HANDLE_BYTES = 64
 _ADDRESS = c_uint64  # CUdeviceptr
 _NON_BLOCKING = 1  # a stream that does not wait for the default one
-_NO_TIMING = 2  # of an event that is only waited for
+_SLEEPS, _NO_TIMING = 1, 2  # of an event: who waits for it does not spin; nobody asks when it came
 _LAZY_PEER_ACCESS = 1  # the only flag of cuIpcOpenMemHandle
 _PORTABLE_AND_MAPPED = 3
 _NOT_FOUND = 500
@@ -347,7 +347,7 @@ class Driver:
     def event(self) -> c_void_p:
         """Return a new event of the current GPU."""
         event = c_void_p()
-        self("cuEventCreate", byref(event), _NO_TIMING)
+        self("cuEventCreate", byref(event), _SLEEPS | _NO_TIMING)
         return event
 
     def pin(self, address: int, total_bytes: int) -> None:

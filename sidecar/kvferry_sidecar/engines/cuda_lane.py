@@ -5,10 +5,13 @@ has to move, so that it never waits for this thread, and one whose checksums nat
 meanwhile. Checksums are of the pool's bytes. A save's slice is moved, then summed; a load's is
 summed, and what is right of it is moved: wrong bytes never reach a GPU. No job ends before all of
 its checksums are known and its last copy has stopped.
+
+A job whose part of the pool is not pinned yet lets those behind it pass.
 """
 
 from __future__ import annotations
 
+import enum
 import queue
 import threading
 import time
@@ -54,8 +57,11 @@ class Job:
     good: NDArray[np.bool_] = field(init=False)  # copied and, where asked for, verified
     crcs: NDArray[np.uint32] = field(init=False)
     bad_index: int = -1
+    end: int = field(init=False)  # of the pool's bytes that it touches
 
     def __post_init__(self) -> None:
+        last = int(self.offsets.max(initial=0))
+        self.end = last + self.layout.payload_bytes if len(self.offsets) else 0
         self.good = np.zeros(len(self.blocks), dtype=np.bool_)
         self.crcs = np.zeros(len(self.blocks), dtype=np.uint32)
 
@@ -84,24 +90,31 @@ class Link:
     pinned: PinnedPool
 
 
+class _Word(enum.Enum):
+    """What is put between jobs: look at those set aside; the end."""
+
+    LOOK = 0
+    END = 1
+
+
 class Desk(Protocol):
     """What a lane asks of its engine."""
 
     def ways(self, ordinal: int, direction: Direction, stream: c_void_p) -> Ways:
         """Return the ways to copy on the current GPU."""
 
-    def gives_way(self, job: Job) -> bool:
-        """Whether the link is to be left alone before a job's next slice."""
+    def gives_way(self, job: Job, first: int) -> bool:
+        """Whether the link is to be left alone before a job's slice from chunk ``first`` on."""
 
-    def stand_back(self, job: Job, slice_s: float) -> None:
-        """Leave it alone after a slice that took so long."""
+    def stand_back(self, job: Job, slice_s: float, idle_s: float) -> None:
+        """Leave it alone after a slice that took so long, and ended so long ago."""
 
     def publish(self, job: Job) -> None:
         """Take a job of which nothing is under way any more."""
 
 
 class Lane:
-    """Copies jobs in the order in which they were put. ``threads`` compute checksums."""
+    """Copies jobs one after the other. ``threads`` compute checksums."""
 
     def __init__(self, desk: Desk, link: Link, threads: int, log: Log) -> None:
         self._desk, self._link, self._threads, self._log = desk, link, threads, log
@@ -114,8 +127,10 @@ class Lane:
         self._events: list[c_void_p] = []  # those that are free
         self._flying: deque[_Slice] = deque()
         self._summed: _Slice | None = None  # whose checksums are computed
-        self._slice_s = 0.0
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._slice_s = 0.0  # how long the last slice took
+        self._landed_s = 0.0
+        self._aside: list[Job] = []  # those whose part of the pool may not be pinned yet
+        self._jobs: queue.SimpleQueue[Job | _Word] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="kvferry-gpu", daemon=True)
         self._thread.start()
 
@@ -123,9 +138,13 @@ class Lane:
         """Queue a job behind the others."""
         self._jobs.put(job)
 
+    def look(self) -> None:
+        """Look at the jobs set aside: more is pinned, or one was cancelled."""
+        self._jobs.put(_Word.LOOK)
+
     def close(self) -> None:
-        """Wait for what was queued, and end the thread."""
-        self._jobs.put(None)
+        """Wait for what was queued, and end the thread; the pool is pinned no further then."""
+        self._jobs.put(_Word.END)
         self._thread.join()
 
     def _work(self) -> None:
@@ -160,7 +179,19 @@ class Lane:
             self.held_bytes = self._ways.held_bytes
 
     def _next(self) -> Job | None:
-        """Return the next job, None at the end; while this waits nothing is under way."""
+        """Return the first job that can be copied or ended, None at the end."""
+        while True:
+            for index, job in enumerate(self._aside):
+                if job.cancelled or self._pinned.settled(job.end):
+                    return self._aside.pop(index)
+            word = self._take()
+            if word is _Word.END:
+                return None
+            if isinstance(word, Job):
+                self._aside.append(word)
+
+    def _take(self) -> Job | _Word:
+        """Return what was put next; while this waits nothing is under way."""
         while self._busy():
             with suppress(queue.Empty):
                 return self._jobs.get_nowait()
@@ -176,9 +207,9 @@ class Lane:
             self._fail(job, error)
         step = max(1, slice_bytes_max // job.layout.payload_bytes)
         for first in range(0, len(job.blocks), step):
-            if first and self._desk.gives_way(job):
+            if self._desk.gives_way(job, first):
                 self._finish()
-                self._desk.stand_back(job, self._slice_s)
+                self._desk.stand_back(job, self._slice_s, time.monotonic() - self._landed_s)
             if self._stopped(job):
                 break
             job.holds += 1
@@ -237,13 +268,7 @@ class Lane:
         job, chunks = part.job, part.chunks
         assert self._ways is not None, "prepared"
         assert self._stream is not None, "prepared"
-        end = int(job.offsets[chunks].max()) + job.layout.payload_bytes
-        if not self._pinned.has(end):
-            while self._flying:
-                self._land()  # what is under way need not wait for that
-            if not self._load:
-                self._sum(None)
-            self._pinned.wait(end)
+        self._pinned.wait(job.end)  # it is, or it raises
         hosts = job.offsets[chunks].astype(np.int64) + self._link.pool_address
         blocks = job.blocks[chunks].astype(np.int64)
         piece = Part(job.layout, job.direction, blocks, hosts, self._pinned.chunks_of(hosts))
@@ -261,7 +286,8 @@ class Lane:
         try:
             self._driver("cuEventSynchronize", event)
             part.arrived = True
-            self._slice_s = time.monotonic() - part.began_s
+            self._landed_s = time.monotonic()
+            self._slice_s = self._landed_s - part.began_s
         except Exception as error:  # noqa: BLE001 - a lane's thread must outlive every fault
             self._drain()
             self._fail(part.job, error)

@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from time import monotonic
@@ -134,16 +135,26 @@ class CudaMemories:
 class PinnedPool:
     """The host pool, registered with the driver chunk by chunk behind the sidecar's back.
 
-    Copies wait for the chunk they touch (``wait``); chunks end at slabs, so none touches two. After
-    a failure what is pinned goes on serving.
+    Copies wait for the chunk they touch (``settled``, ``wait``); chunks end at slabs, so none
+    touches two. After a failure what is pinned goes on serving.
     """
 
-    def __init__(self, driver: Driver, pool: PoolSpan, log: Log, threads: int = 4) -> None:
-        """``threads`` map the pages ahead of the driver, which does it in one."""
+    def __init__(
+        self,
+        driver: Driver,
+        pool: PoolSpan,
+        log: Log,
+        threads: int = 4,
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``threads`` map the pages ahead of the driver, which does it in one.
+
+        ``moved`` is called, by any thread, when ``settled`` may say yes to more than before.
+        """
         self._driver, self._address, self._log = driver, pool.address, log
-        self._threads = threads
+        self._threads, self._tell = threads, moved
         self.cuts = chunk_cuts(pool)
-        self.failure: CudaError | None = None
+        self.failure: Exception | None = None
         self._pinned_to = self.cuts[0]
         self._stopping = False
         self._moved = threading.Condition()
@@ -157,15 +168,15 @@ class PinnedPool:
             self._thread = threading.Thread(target=self._pin, name="kvferry-pin", daemon=True)
             self._thread.start()
 
-    def has(self, end: int) -> bool:
-        """Whether the pool is pinned up to byte ``end``, so that ``wait`` returns at once."""
-        return self._pinned_to >= end
+    def settled(self, end: int) -> bool:
+        """Whether ``wait`` needs no time: the pool is pinned up to byte ``end``, or never will."""
+        return self._pinned_to >= end or self._ended()
 
     def wait(self, end: int) -> None:
         """Return once the pool is pinned up to byte ``end``. Raises CudaError when it never is."""
         with self._moved:
-            self._moved.wait_for(lambda: self.has(end) or self._ended())
-            if not self.has(end):
+            self._moved.wait_for(lambda: self.settled(end))
+            if self._pinned_to < end:
                 raise CudaError(str(self.failure or "the pool is being closed"))
 
     def chunks_of(self, addresses: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -179,9 +190,8 @@ class PinnedPool:
 
     def stop(self) -> None:
         """Pin no further; whoever waits for that is told."""
-        with self._moved:
-            self._stopping = True
-            self._moved.notify_all()
+        self._stopping = True
+        self._move_on()
 
     def close(self) -> None:
         """Give the pool back; no copy runs any more."""
@@ -193,6 +203,11 @@ class PinnedPool:
     def _ended(self) -> bool:
         return self._stopping or self.failure is not None
 
+    def _move_on(self) -> None:
+        with self._moved:
+            self._moved.notify_all()
+        self._tell()
+
     def _pin(self) -> None:
         try:
             self._driver.use(self._ordinal)
@@ -202,19 +217,17 @@ class PinnedPool:
                 began_s = monotonic()
                 pages.populate(self._address + start, end - start, self._threads)
                 self._driver.pin(self._address + start, end - start)
-                with self._moved:
-                    self._pinned_to = end
-                    self._moved.notify_all()
+                self._pinned_to = end
+                self._move_on()
                 gib = (end - start) / (1 << 30)
                 self._log.info(
                     "pool pinned", gib=end >> 30, of_gib=self.cuts[-1] >> 30,
                     gib_per_s=round(gib / max(1e-9, monotonic() - began_s), 1),
                 )  # fmt: skip
-        except CudaError as error:
+        except Exception as error:  # noqa: BLE001 - copies wait for this thread
             self._log.error("the pool cannot be pinned", error=str(error))
-            with self._moved:
-                self.failure = error
-                self._moved.notify_all()
+            self.failure = error
+            self._move_on()
 
     def _give_back(self) -> None:
         for start in reversed([cut for cut in self.cuts[:-1] if cut < self._pinned_to]):

@@ -5,10 +5,12 @@ Over a driver made of host memory, whose kernels are the product's own source.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -131,31 +133,44 @@ def test_what_is_no_loss_is_none(gpu: FakeGpu, driver: Driver) -> None:
     assert driver.lost is None
 
 
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda one: one.name)
 def test_a_share_leaves_the_rest_of_the_time_to_others(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, direction: Direction
 ) -> None:
-    """A quarter of the time copies, three quarters are left alone; nothing is under way then."""
+    """A quarter of the time copies, three quarters are left alone; nothing is under way then.
+
+    By a clock that goes on by 1 whenever a lane looks at it: at the begin and the end of a slice,
+    before a rest, and at the begin of a job.
+    """
+    ticks = itertools.count(1000.0)
+    clock = SimpleNamespace(monotonic=lambda: next(ticks))
+    monkeypatch.setattr(cuda_lane, "time", clock)
     engine = two_slices(monkeypatch, driver, share_percent=25)
     shape = SHAPES[0]
     layout = shape.layout(GpuEngineMemory(shape.total_bytes))
-    waits: list[float] = []
-    slices: list[float] = []
+    rests: list[float] = []
     stand_back = engine.stand_back
 
-    def noted(job: Job, slice_s: float) -> None:
-        slices.append(slice_s)
+    def noted(job: Job, slice_s: float, idle_s: float) -> None:
         assert job.holds == 1
-        stand_back(job, slice_s)
+        stand_back(job, slice_s, idle_s)
+
+    def rested(_until: object, wait_s: float) -> None:
+        if wait_s != cuda.yield_ms_max / 1000:
+            rests.append(wait_s)
 
     monkeypatch.setattr(engine, "stand_back", noted)
-    monkeypatch.setattr(engine._moved, "wait_for", lambda _until, wait_s: waits.append(wait_s))
-    for direction in Direction:
-        extents = extents_of(layout, [1, 2, 3], [0, 65536, 131072], crc=False)
+    monkeypatch.setattr(engine._moved, "wait_for", rested)
+    for chunks in (3, 1, 1):  # short jobs one after the other take no more than a long one
+        offsets = [65536 * number for number in range(chunks)]
+        extents = extents_of(layout, range(1, 1 + chunks), offsets, crc=False)
         engine.submit(1, direction, extents)
         wait_until(engine.collect, "the copy ends")
-    assert len(slices) == 4
-    assert min(slices) > 0
-    assert waits[::2] == [pytest.approx(3 * slice_s) for slice_s in slices]
+    assert rests == [2, 2, 1, 1]
+    next(ticks)
+    engine.submit(1, direction, extents)
+    wait_until(engine.collect, "the copy ends")
+    assert rests == [2, 2, 1, 1], "the link was idle for long enough"
     engine.close()
 
 
@@ -166,9 +181,10 @@ def test_a_cancel_ends_the_rest_of_a_share(driver: Driver, monkeypatch: pytest.M
     began = threading.Event()
     stand_back = engine.stand_back
 
-    def long_rest(job: Job, _slice_s: float) -> None:
-        began.set()
-        stand_back(job, 3600.0)
+    def long_rest(job: Job, slice_s: float, _idle_s: float) -> None:
+        if slice_s:
+            began.set()
+            stand_back(job, 3600.0, 0.0)
 
     monkeypatch.setattr(engine, "stand_back", long_rest)
     engine.submit(1, Direction.SCATTER, extents_of(layout, [1, 2], [0, 65536], crc=False))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import structlog
 from kvferry_native import Checksums, crc32c
-from kvferry_sidecar.engines import cuda, cuda_lane, cuda_memory
+from kvferry_sidecar.engines import cuda, cuda_lane, cuda_memory, pages
 from kvferry_sidecar.engines.base import CopyResult, CopyStatus, Direction, PoolSpan
 from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
 from kvferry_sidecar.engines.cuda_driver import Driver
@@ -193,28 +194,101 @@ def test_an_error_in_the_middle_drains(bed: Bed, direction: Direction, call: str
     assert bed.result().status is CopyStatus.DONE
 
 
-def test_what_is_copied_does_not_wait_for_pages_of_another_job(
-    gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pool is pinned up to the first job only; the second waits for the rest."""
-    monkeypatch.setattr(cuda_memory, "pin_bytes_max", SLAB_BYTES)
-    rest, pin = threading.Event(), driver.pin
+@dataclass
+class Pinning:
+    """The driver's registrations, held back behind the pool's first slab."""
 
-    def slow_pin(address: int, total_bytes: int) -> None:
-        if address != pool.address:
-            assert rest.wait(90)
+    pool_address: int = 0
+    go: threading.Event = field(default_factory=threading.Event)
+
+
+@pytest.fixture
+def pinning(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Pinning:
+    monkeypatch.setattr(cuda_memory, "pin_bytes_max", SLAB_BYTES)
+    made, pin = Pinning(), driver.pin
+
+    def held(address: int, total_bytes: int) -> None:
+        if address != made.pool_address:
+            assert made.go.wait(90)
         pin(address, total_bytes)
 
-    monkeypatch.setattr(driver, "pin", slow_pin)
+    monkeypatch.setattr(driver, "pin", held)
+    return made
+
+
+@pytest.fixture
+def pinned_bed(gpu: FakeGpu, driver: Driver, pinning: Pinning) -> Iterator[Bed]:
     pool = Pool(4 * SLAB_BYTES)
+    pinning.pool_address = pool.address
     engine = make_engine(driver, pool, "rect")
-    bed = Bed(gpu, Sums(gpu), pool, engine, GpuEngineMemory(SHAPE.total_bytes))
-    bed.submit(1, GATHER, [1, 2])
-    bed.submit(2, GATHER, [3], at=3 * SLAB_BYTES)
-    assert bed.result().ticket == 1
-    rest.set()
-    assert bed.result().ticket == 2
+    yield Bed(gpu, Sums(gpu), pool, engine, GpuEngineMemory(SHAPE.total_bytes))
+    pinning.go.set()
     engine.close()
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda one: one.name)
+def test_what_is_pinned_is_copied_while_the_rest_is_being_pinned(
+    pinned_bed: Bed, pinning: Pinning, direction: Direction
+) -> None:
+    """Whoever came first; and what need not wait any more does not."""
+    bed, far = pinned_bed, 3 * SLAB_BYTES
+    bed.submit(1, direction, [1], at=far)
+    bed.submit(2, direction, [2], at=far + SHAPE.payload_bytes)
+    bed.submit(3, direction, [3, 4])
+    result = bed.result()
+    assert (result.ticket, result.status) == (3, CopyStatus.DONE)
+    bed.engine.cancel(2)
+    result = bed.result()
+    assert (result.ticket, result.status, result.moved_bytes) == (2, CopyStatus.CANCELLED, 0)
+    pinning.go.set()
+    result = bed.result()
+    assert (result.ticket, result.status) == (1, CopyStatus.DONE)
+    payload = bed.pool.view[far : far + SHAPE.payload_bytes].tobytes()
+    assert payload == SHAPE.read(bed.memory.view, 1)
+
+
+def test_a_job_that_waits_for_its_pages_ends_with_the_engine(
+    pinned_bed: Bed, pinning: Pinning
+) -> None:
+    bed = pinned_bed
+    bed.submit(1, GATHER, [1], at=3 * SLAB_BYTES)
+    bed.submit(2, GATHER, [2])
+    assert bed.result().ticket == 2, "and the first is set aside"
+    with ThreadPoolExecutor(1) as closing:
+        closed = closing.submit(bed.engine.close)
+        assert bed.result().status is CopyStatus.CANCELLED, "before the driver has returned"
+        pinning.go.set()
+        closed.result(90)
+
+
+@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("kind", ["of the driver", "another"])
+def test_what_cannot_be_pinned_fails_its_copies_only(
+    gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch, chunk: int, kind: str
+) -> None:
+    monkeypatch.setattr(cuda_memory, "pin_bytes_max", SLAB_BYTES)
+    memory = GpuEngineMemory(SHAPE.total_bytes)
+    pool, populate = Pool(4 * SLAB_BYTES), pages.populate
+
+    def touch(address: int, total_bytes: int, threads: int) -> bool:
+        if address == pool.address + chunk * SLAB_BYTES:
+            raise RuntimeError("can't start new thread")
+        return populate(address, total_bytes, threads)
+
+    if kind == "another":
+        monkeypatch.setattr(pages, "populate", touch)
+    else:
+        gpu.fail("cuMemHostRegister_v2", 2, after=chunk)
+    bed = Bed(gpu, Sums(gpu), pool, make_engine(driver, pool, "rect"), memory)
+    for number in range(4):
+        bed.submit(number, GATHER, [1 + number], at=number * SLAB_BYTES)
+        good = number < chunk
+        assert bed.result().status is (CopyStatus.DONE if good else CopyStatus.FAILED)
+        assert gpu.pinned(pool.address + number * SLAB_BYTES) == good
+    assert bed.engine.pinning() == (chunk * SLAB_BYTES, chunk * SLAB_BYTES)
+    bed.engine.close()
+    assert len(gpu.calls("cuMemHostUnregister")) == chunk
+    assert not gpu.pinned(pool.address)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -293,7 +367,6 @@ def test_results_are_those_of_copies_on_a_cpu(
     gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch, shape: Shape, mode: str
 ) -> None:
     gpu.lazily(True)
-    on_default = gpu.on_default_stream()
     for seed in range(2):
         monkeypatch.setattr(cuda_lane, "slice_bytes_max", (1 + seed) * shape.payload_bytes)
         want = copied(gpu, driver, shape, "host", seed)
@@ -301,4 +374,3 @@ def test_results_are_those_of_copies_on_a_cpu(
         assert want[0][0][0] is CopyStatus.DONE
         assert want[0][2][0] is CopyStatus.CHECKSUM
         assert found == want
-    assert gpu.on_default_stream() == on_default, "which waits for other streams"
