@@ -272,11 +272,10 @@ class Registry:
         if session.ready:
             self._push(peer, self._ready_message(session))
             return
-        geometries = readiness.complete(session)
-        if geometries is None:
+        if (geometries := readiness.complete(session)) is None:
             return
         session.ready = True
-        session.namespaces[session.version] = self._digest(geometries, session.version)
+        self._name(session, geometries)
         self._log.info(
             "session ready",
             engine=session.key.engine_id,
@@ -310,13 +309,17 @@ class Registry:
         return HeartbeatAck(message.seq)
 
     def _versioned(self, session: Session, now_s: float) -> None:
-        geometries = readiness.complete(session)
-        if geometries is not None:
-            session.namespaces.pop(session.version, None)  # the newest stands last
-            session.namespaces[session.version] = self._digest(geometries, session.version)
-        while len(session.namespaces) > self._limits.versions_max:
-            del session.namespaces[next(iter(session.namespaces))]
+        if (geometries := readiness.complete(session)) is not None:
+            self._name(session, geometries)
         self._events.on_version(session, now_s)
+
+    def _name(self, session: Session, geometries: list[RankGeometry]) -> None:
+        """Work out the namespace of the session's version; it stands last, the oldest goes."""
+        names = session.namespaces
+        names.pop(session.version, None)
+        names[session.version] = self._digest(geometries, session.version)
+        while len(names) > self._limits.versions_max:
+            del names[next(iter(names))]
 
     # --- leaving -----------------------------------------------------------------------------
 
@@ -371,12 +374,9 @@ class Registry:
             del session.workers[peer.rank]
         session.ready = False
         self._leaving.append(peer)
-        self._drop_if_empty(session)
-        self.tick(now_s)
-
-    def _drop_if_empty(self, session: Session) -> None:
         if not readiness.halves(session) and self._sessions.get(session.key) is session:
             del self._sessions[session.key]
+        self.tick(now_s)
 
     # --- answers -----------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from kvferry_connector.wire.attach import (
+    Bye,
     Group,
+    Ready,
     Refused,
     Registered,
     RegisterRank,
@@ -359,3 +361,20 @@ def test_on_several_nodes_each_rank_has_layers_of_every_group(node: Node, rank_f
     refusal = refused_fields(registered(second, says))["groups"]
     assert refusal.theirs == "no layers of groups [1] on this rank, 2 nodes"
     close_all([first, second])
+
+
+def test_schedulers_that_come_and_go_leave_a_bounded_past(node: Node) -> None:
+    scheduler, worker = ready_session(node, 1)
+    for number in range(1, 7):
+        scheduler.send(Bye())
+        scheduler.wait_end()
+        scheduler.close()
+        scheduler, _ = attached(node)
+        version = bytes([number] * 16)
+        registered(scheduler, engine_registration(life=version, version=version))
+        for half in (scheduler, worker):
+            assert isinstance(half.receive(), Ready)
+    session = only_session(node)
+    assert len(session.namespaces) == node.limits.versions_max
+    assert list(session.namespaces)[-1] == session.version
+    close_all([scheduler, worker])
