@@ -147,14 +147,7 @@ class DiskStore:
             for item, place, header in zip(items, places, headers, strict=True)
             if place is not None
         ]
-        if not rows:
-            return
-        try:
-            self._index.commit(rows)
-        except lmdb.MapFullError:
-            # Smaller objects than the index was sized for: make room among them.
-            if not self._index.give_up_coldest():
-                raise
+        if rows:
             self._index.commit(rows)
 
     def _offset(self, place: Place | None) -> int:

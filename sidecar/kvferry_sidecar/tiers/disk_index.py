@@ -11,6 +11,10 @@ may leave a broken index. So ``session`` beside the index names the boot that it
 says that it was closed and flushed; after any other end the index starts empty.
 
 A reader pins the region that it reads; a region that is being given up is taken for empty.
+
+The index has room for one object per 32 KiB of the path, and for 131,072 at least. Smaller objects
+fill it before they fill the regions; then, too, a region is given up. LMDB itself must never be
+full, or it could not even delete.
 """
 
 from __future__ import annotations
@@ -35,7 +39,10 @@ _AGE = struct.Struct(">Q")
 _FORM = struct.Struct(">III")  # format, blocks per region, regions
 # What opening a damaged index may raise.
 DAMAGED = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, struct.error)
-_map_bytes_min = 64 << 20
+_index_bytes_min = 64 << 20
+_object_bytes = 512  # of the index that one object takes at most
+# LMDB copies the pages that it changes and keeps those that a reader still sees. Only addresses.
+_map_slack = 4
 _readers_max = 126
 _read_bytes = 1 << 20
 
@@ -73,9 +80,14 @@ class DiskIndex:
         self.region_blocks = region_blocks
         self.regions = regions
         self.given_up = 0
-        map_bytes = max(_map_bytes_min, regions * region_blocks * BLOCK_BYTES // 64)
+        index_bytes = max(_index_bytes_min, regions * region_blocks * BLOCK_BYTES // 64)
+        self.objects_max = index_bytes // _object_bytes
         self._env = lmdb.open(
-            str(folder), map_size=map_bytes, max_dbs=4, max_readers=_readers_max, sync=False
+            str(folder),
+            map_size=_map_slack * index_bytes,
+            max_dbs=4,
+            max_readers=_readers_max,
+            sync=False,
         )
         try:
             self._env.reader_check()  # readers that were killed
@@ -178,6 +190,9 @@ class DiskIndex:
         """
         places: list[Place | None] = []
         with self._growing:
+            while self.objects() + len(blocks) > self.objects_max:
+                if not self.give_up_coldest():
+                    return [None] * len(blocks)
             for count in blocks:
                 if self._next_block + count > self.region_blocks and not self._next_region():
                     places.append(None)

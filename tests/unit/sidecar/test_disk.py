@@ -107,6 +107,20 @@ def test_readers_and_a_region_that_is_given_up(rig):
     assert hits
 
 
+def test_objects_too_small_for_the_index_make_room_among_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_index, "_index_bytes_min", 0)
+    with opened(DiskRig(tmp_path, 16 * MIB)) as rig:
+        for first in range(0, 4096, 256):
+            last = items(rig, first, 256, 4096)
+            assert all(put(rig.store, last))
+        facts = rig.store.facts()
+        assert facts["objects"] == rig.store._index.objects_max == 512
+        assert facts["regions_given_up"] == 14, "of 4096 objects in 16 regions"
+        assert all(get(rig.store, last))
+        index = rig.path / "kvferry" / "index" / "data.mdb"
+        assert index.stat().st_size < 16 * MIB // 32
+
+
 def test_another_size_starts_empty(rig):
     put(rig.store, items(rig, 0, 4))
     rig.total_bytes = 32 * MIB
