@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import time
+from ctypes import c_size_t, c_uint64, c_void_p
 from itertools import product
 from typing import Any
 
@@ -15,39 +16,63 @@ import structlog
 from gpu import device
 from gpu.runner import TESTS, Sizes
 from kvferry_native import Checksums
-from kvferry_sidecar.engines.base import Direction, Extents, PoolSpan
+from kvferry_sidecar.engines.base import CopyResult, CopyStatus, Direction, Extents, PoolSpan
 from kvferry_sidecar.engines.cuda import CudaCopyEngine, GpuOptions
-from kvferry_sidecar.engines.cuda_modes import MODES
+from kvferry_sidecar.engines.cuda_driver import Driver
+from kvferry_sidecar.engines.cuda_modes import MODES, movers_of
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 from numpy.typing import NDArray
 from support.copying import Pool
 
+from bench.common import at_least
+
 LAYERS = 32
 PAGES = (4096, 8192, 16384, 28672, 32768, 65536, 131072, 262144, 1 << 20)
 COUNTS = (16, 64, 256, 1024)
+NAMES = {Direction.GATHER: "save", Direction.SCATTER: "load"}
 bytes_max = 1 << 30  # of one job
 
 
 def conformance(_sizes: Sizes) -> dict[str, Any]:
     """The suite of copy engines, on this GPU."""
-    suite = ["-q", "-p", "no:cacheprovider", "-k", "cuda", "tests/conformance/test_copy_engine.py"]
+    figures = ways_here()
+    suite = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "pytest_timeout",
+        "-k",
+        "cuda",
+        "tests/conformance/test_copy_engine.py",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *suite], cwd=TESTS.parent, capture_output=True, text=True,
-        env=os.environ | {"TEST_ON_GPU": "1"}, check=False,
+        env=os.environ | {"TEST_ON_GPU": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    return {"pytest": done.stdout.strip().splitlines()[-1]}
+    return figures | {"pytest": done.stdout.strip().splitlines()[-1]}
+
+
+def ways_here() -> dict[str, Any]:
+    """Return the ways of copying that this GPU has, and why it lacks others. Raises CudaError."""
+    movers, reasons = movers_of(device.driver(), 0, "auto")
+    return {"ways": [one.name for one in movers], "without": reasons}
 
 
 class Bench:
     """An engine, a pool, and pages on the GPU. ``mode`` as of copy.gpu_mode."""
 
-    def __init__(self, pool_bytes: int, device_bytes: int, mode: str = "auto") -> None:
+    def __init__(
+        self, pool_bytes: int, device_bytes: int, mode: str = "auto", driver: Driver | None = None
+    ) -> None:
         self.pool = Pool(pool_bytes)
         span = PoolSpan(self.pool.address, pool_bytes, pool_bytes, 1 << 20, None)
-        options, log = GpuOptions(mode), structlog.get_logger()
-        self.engine = CudaCopyEngine(span, log, device.driver(), options)
-        self.engine.pin(device.driver(), 0)
+        driver = driver or device.driver()
+        self.engine = CudaCopyEngine(span, structlog.get_logger(), driver, GpuOptions(mode))
+        self.engine.pin(driver, 0)
+        assert self.engine._pinned is not None, "it has begun"
+        self.engine._pinned.wait(pool_bytes)  # what the driver says where it may not be
         self.buffer = device.DeviceBuffer(device_bytes)
         self.crcs: NDArray[np.uint32] | None = None  # of the last save with checksums
         self._tickets = 0
@@ -63,20 +88,69 @@ class Bench:
         self, direction: Direction, layout: CudaLayout, count: int, *, crc: bool = False
     ) -> float:
         """Copy so many blocks and return how long it took; a load compares ``crcs`` of a save."""
-        blocks = np.random.default_rng(count).permutation(np.arange(1, count + 1, dtype=np.int32))
-        offsets = np.arange(count, dtype=np.uint64) * np.uint64(layout.payload_bytes)
-        seeds = np.zeros(count, np.uint32)
-        expected = self.crcs if crc and direction is Direction.SCATTER else None
-        extents = Extents(layout, blocks, offsets, seeds, expected, crc)
-        self._tickets += 1
+        extents = self._extents(direction, layout, count, crc=crc)
         started_s = time.perf_counter()
-        self.engine.submit(self._tickets, direction, extents)
-        select.select([self.engine.wake_fd()], [], [])
-        (result,) = self.engine.collect()
+        self._submit(direction, extents)
+        (result,) = self._collect()
         taken_s = time.perf_counter() - started_s
         assert result.moved_bytes == count * layout.payload_bytes, result
         self.crcs = result.crcs if result.crcs is not None else self.crcs
         return taken_s
+
+    def link_gb_per_s(self, direction: Direction) -> float:
+        """Return what one plain copy of 64 MiB between pool and GPU does, at best."""
+        driver, stream = device.driver(), device.driver().stream()
+        size = min(64 << 20, self.pool.total_bytes, self.buffer.total_bytes)
+        host, gpu, count = (
+            c_void_p(self.pool.address),
+            c_uint64(self.buffer.address),
+            c_size_t(size),
+        )
+        times = []
+        for _ in range(5):
+            started_s = time.perf_counter()
+            if direction is Direction.GATHER:
+                driver("cuMemcpyDtoHAsync_v2", host, gpu, count, stream)
+            else:
+                driver("cuMemcpyHtoDAsync_v2", gpu, host, count, stream)
+            driver("cuStreamSynchronize", stream)
+            times.append(time.perf_counter() - started_s)
+        driver("cuStreamDestroy_v2", stream)
+        return size / min(times) / 1e9
+
+    def keep_busy(
+        self, direction: Direction, layout: CudaLayout, count: int, seconds: float
+    ) -> float:
+        """Keep two jobs of so many blocks under way for so long; return GB/s."""
+        extents = self._extents(direction, layout, count)
+        open_jobs, moved_bytes, started_s = 0, 0, time.monotonic()
+        while (going := time.monotonic() - started_s < seconds) or open_jobs:
+            while going and open_jobs < 2:
+                self._submit(direction, extents)
+                open_jobs += 1
+            for result in self._collect():
+                moved_bytes += result.moved_bytes
+                open_jobs -= 1
+        return moved_bytes / (time.monotonic() - started_s) / 1e9
+
+    def _extents(
+        self, direction: Direction, layout: CudaLayout, count: int, *, crc: bool = False
+    ) -> Extents:
+        blocks = np.random.default_rng(count).permutation(np.arange(1, count + 1, dtype=np.int32))
+        offsets = np.arange(count, dtype=np.uint64) * np.uint64(layout.payload_bytes)
+        expected = self.crcs if crc and direction is Direction.SCATTER else None
+        return Extents(layout, blocks, offsets, np.zeros(count, np.uint32), expected, crc)
+
+    def _submit(self, direction: Direction, extents: Extents) -> None:
+        self._tickets += 1
+        self.engine.submit(self._tickets, direction, extents)
+
+    def _collect(self) -> list[CopyResult]:
+        """Wait for results. Raises AssertionError for one that is not well."""
+        select.select([self.engine.wake_fd()], [], [])
+        results = self.engine.collect()
+        assert all(result.status is CopyStatus.DONE for result in results), results
+        return results
 
     def close(self) -> None:
         """Give everything back."""
@@ -85,22 +159,34 @@ class Bench:
 
 
 def checksummed(sizes: Sizes) -> dict[str, Any]:
-    """GB/s as sidecars copy, in the way they choose and with checksums, and the same without."""
+    """GB/s as sidecars copy, in the way they choose and with checksums, and the same without.
+
+    The goals are shares of what one copy of 64 MiB of pinned memory does on the same GPU.
+    """
     limit = 4 << 20 if sizes.small else bytes_max
     layers = 2 if sizes.small else LAYERS
     bench = Bench(limit, limit + layers * (1 << 20))
     figures: dict[str, Any] = {"checksums alone": round(limit / alone_s(bench.pool) / 1e9, 2)}
-    try:
-        for page_bytes, direction in product((4096, 65536, 1 << 20), Direction):
-            count = min(1024, limit // (page_bytes * layers))
-            layout = bench.layout(page_bytes, count + 1, layers)
-            for name, crc in (("plain", False), ("with checksums", True)):
-                taken_s = min(bench.seconds(direction, layout, count, crc=crc) for _ in range(3))
-                rate = round(count * layout.payload_bytes / taken_s / 1e9, 2)
-                figures[f"{direction.name.lower()} {page_bytes} x {count} {name}"] = rate
-    finally:
-        bench.close()
-    return figures
+    link = {direction: bench.link_gb_per_s(direction) for direction in Direction}
+    shares: dict[tuple[str, int], float] = {}
+    for crc, page_bytes, direction in product((False, True), (4096, 65536, 1 << 20), Direction):
+        count = min(1024, limit // (page_bytes * layers))
+        layout = bench.layout(page_bytes, count + 1, layers)
+        taken_s = min(bench.seconds(direction, layout, count, crc=crc) for _ in range(3))
+        rate = count * layout.payload_bytes / taken_s / 1e9
+        name = f"{NAMES[direction]} {'with' if crc else 'without'} checksums"
+        figures[f"{name}, {page_bytes} x {count}"] = round(rate, 2)
+        shares[name, page_bytes] = rate / link[direction]
+    bench.close()
+    goals = []
+    for name in sorted({name for name, _ in shares}):
+        large, small = min(shares[name, 65536], shares[name, 1 << 20]), shares[name, 4096]
+        goals += [
+            at_least(f"{name}: runs of 64 KiB and more, over 64 MiB at once", large, "x", 0.9),
+            at_least(f"{name}: 4 KiB x 1,024, over 64 MiB at once", small, "x", 0.6),
+        ]
+    whole = {f"64 MiB at once, {NAMES[one]}": round(rate, 2) for one, rate in link.items()}
+    return figures | whole | {"goals": goals}
 
 
 def alone_s(pool: Pool) -> float:
@@ -117,14 +203,11 @@ def alone_s(pool: Pool) -> float:
 
 
 def bandwidth(sizes: Sizes) -> dict[str, Any]:
-    """GB/s by way, page size, number of blocks and direction, against one copy of 64 MiB.
-
-    A way that this driver lacks shows the rates of 2-D copies; the log line of it says so.
-    """
+    """GB/s by way, page size, number of blocks and direction, against one copy of 64 MiB."""
     limit = 4 << 20 if sizes.small else bytes_max
     layers = 2 if sizes.small else LAYERS
-    figures: dict[str, Any] = {}
-    for mode in MODES:
+    figures = ways_here()
+    for mode in [mode for mode in MODES if mode in figures["ways"]]:
         bench = Bench(limit, limit + layers * (1 << 20), mode)
         try:
             for direction in Direction:

@@ -1,8 +1,9 @@
 """An engine without a model: `python -m gpu.engine RUN_DIR KIND [SCALE]`, driven by lines on stdin.
 
 The real worker half over KV memory of KIND ("cpu": torch on host memory, "cuda": torch on a GPU,
-"fake": a GPU made of host memory) plays the recording. ``first`` saves, ``second`` loads; the
-answer is one line of JSON. The process ends with its stdin.
+"fake": a GPU made of host memory) plays the recording. ``first`` saves, ``second`` loads, after
+``again`` it is attached to the sidecar that came after the one before; each is answered by a line
+of JSON. The process ends with its stdin.
 """
 
 from __future__ import annotations
@@ -87,9 +88,14 @@ def main(run_dir: str, kind: str) -> None:
         return recording.rank
 
     worker_half.describe_rank = described
-    scheduler = RawHalf(Path(run_dir), engine_id=config.kv_transfer_config.engine_id)
-    scheduler.attach()
-    scheduler.register(recording.engine)
+
+    def attached() -> RawHalf:
+        scheduler = RawHalf(Path(run_dir), engine_id=config.kv_transfer_config.engine_id)
+        scheduler.attach()
+        scheduler.register(recording.engine)
+        return scheduler
+
+    scheduler = attached()
     half.register({"all": memory.tensor})
     scheduler.stream.expect(Ready)
     link = wait_until(half._client.link, "the worker half is attached")
@@ -99,6 +105,12 @@ def main(run_dir: str, kind: str) -> None:
     print(json.dumps({"ready": os.getpid()}), flush=True)
     for line in sys.stdin:
         started_s = time.monotonic()
+        if line.strip() == "again":  # the worker half does it by itself
+            scheduler.close()
+            scheduler = attached()
+            scheduler.stream.expect(Ready)
+            print(json.dumps({"seconds": time.monotonic() - started_s}), flush=True)
+            continue
         player.play(getattr(recording, line.strip()))
         found = {"hits": player.hits, "counts": player.counts}
         print(json.dumps(found | {"seconds": time.monotonic() - started_s}), flush=True)

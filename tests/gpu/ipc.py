@@ -12,7 +12,8 @@ from typing import Any
 import structlog
 from gpu import device
 from gpu.peer import peer, text_of
-from gpu.runner import Env, Sizes
+from gpu.runner import Sizes
+from gpu.verdicts import Env
 from kvferry_connector.wire.attach import CudaMemory, Memory
 from kvferry_sidecar.engines.cuda_driver import CudaError, IpcHandle
 from kvferry_sidecar.engines.cuda_memory import CudaMemories
@@ -60,6 +61,14 @@ def open_close(sizes: Sizes) -> dict[str, Any]:
     assert figures["own handle"], "a process opened its own handle"
     assert figures["random handle"], "random bytes were opened as a handle"
     return figures
+
+
+def need_sharing() -> None:
+    """Raise what the driver says where it refuses what engine and sidecar need of it."""
+    with peer() as engine:
+        cuda = engine.export(2 << 20)
+        engine.do("fence")
+        CudaMemories(device.driver(), LOG).open(memory_of(cuda), 1)
 
 
 def own_handle_code(sizes: Sizes) -> int:
@@ -117,6 +126,7 @@ def _create_code(types: int) -> int:
 
 def events(sizes: Sizes) -> dict[str, Any]:
     """Whether events of another process open: with its /dev/shm, without, and as another user."""
+    device.driver()
     alone = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
     nobody = ("setpriv", "--reuid=65534", "--clear-groups")
     return {name: _event_code(prefix) for name, prefix in (
@@ -140,7 +150,7 @@ def pid_clash(sizes: Sizes) -> dict[str, Any]:
     """Two processes with equal ids in two PID namespaces: the driver refuses, and so do we."""
     unshare = ("unshare", "--pid", "--fork", "--kill-child")
     if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
-        raise Env("no PID namespaces here")
+        raise Env("no PID namespaces here: run it as root, where unshare --pid is allowed")
     with peer(unshare) as one, peer(unshare) as other:
         cuda = one.export(sizes.fill_bytes)
         try:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from gpu import device
-from gpu.copies import Bench
+from gpu.copies import LAYERS, NAMES, Bench
 from gpu.peer import peer
-from gpu.runner import Env, Sizes
+from gpu.runner import Sizes
+from gpu.verdicts import Env
 from kvferry_sidecar.engines.base import Direction
 
-SECONDS = 8.0
+from bench.common import at_most, percentile
+
+SECONDS = 4.0
 
 
 def products(seconds: float, size: int) -> list[float]:
@@ -39,34 +41,32 @@ def products(seconds: float, size: int) -> list[float]:
 
 
 def interference(sizes: Sizes) -> dict[str, Any]:
-    """Times of a matmul loop in another process, alone and under copies of each page size."""
+    """Times of a matmul loop in another process, alone and while copies never pause."""
+    device.driver()
     if sizes.small:
         raise Env("a GPU made of host memory multiplies nothing")
-    device.driver()
     figures: dict[str, Any] = {}
+    goals = []
     with peer() as engine:
-        alone = engine.do("matmul", seconds=SECONDS)["ms"]
-        figures["alone"] = summary(alone)
+        engine.do("matmul", seconds=1)
+        alone = figures["alone"] = summary(engine.do("matmul", seconds=SECONDS)["ms"])
         bench = Bench(2 << 30, 3 << 30)
-        for page_bytes in (4096, 32768, 1 << 20):
-            count = min(1024, (1 << 30) // (page_bytes * 32))
-            layout = bench.layout(page_bytes, count + 1, 32)
+        for page_bytes, direction in product((4096, 65536, 1 << 20), Direction):
+            count = min(1024, (1 << 30) // (page_bytes * LAYERS))
+            layout = bench.layout(page_bytes, count + 1, LAYERS)
+            bench.seconds(direction, layout, count)
             engine.send("matmul", seconds=SECONDS)
-            moved, started_s = 0, time.monotonic()
-            while time.monotonic() - started_s < SECONDS + 1:
-                for direction in Direction:
-                    bench.seconds(direction, layout, count)
-                    moved += count * layout.payload_bytes
-            rate = moved / (time.monotonic() - started_s) / 1e9
+            rate = bench.keep_busy(direction, layout, count, SECONDS + 0.5)
             found = summary(engine.answer()["ms"]) | {"copies GB/s": round(rate, 2)}
-            slower = found["p50 ms"] / figures["alone"]["p50 ms"] - 1
-            figures[f"pages of {page_bytes}"] = found | {"slower %": round(100 * slower, 2)}
+            name = f"{NAMES[direction]}s, pages of {page_bytes}"
+            figures[name] = found
+            slower = 100 * (found["p50 ms"] / alone["p50 ms"] - 1)
+            goals.append(at_most(f"matmul slowed by {name}", slower, "%", 3))
         bench.close()
-    return figures
+    return figures | {"goals": goals}
 
 
 def summary(times_ms: list[float]) -> dict[str, float]:
     """Return median and 99th percentile."""
-    ordered = sorted(times_ms)
-    p99 = ordered[int(0.99 * (len(ordered) - 1))]
-    return {"p50 ms": round(statistics.median(ordered), 4), "p99 ms": round(p99, 4)}
+    p50, p99 = (round(percentile(times_ms, percent), 4) for percent in (50, 99))
+    return {"p50 ms": p50, "p99 ms": p99}

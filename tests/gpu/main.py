@@ -1,6 +1,9 @@
 """The GPU checks: `python -m gpu.main [--only A1,B1] [--seconds 450] [--small] [--out FILE]`.
 
-One JSON line per step as it ends, the machine first. Exit code 1 when a step that must hold failed.
+One JSON line per step as it ends, the machine first and a count of verdicts last: a run that is
+killed leaves what it had found. `--table FILE` shows the goals in such lines as rows of
+docs/benchmarks.md. Exit code: 0 when every step that must hold passed or is refused by this
+machine (`env`), 1 when one of them failed, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +31,7 @@ STEPS = (
     Step("A3-pid-clash", "gpu.ipc:pid_clash", 20),
     Step("A4-identity", "gpu.ipc:identity", 15),
     Step("B1-fence", "gpu.fence:order", 50, needed=True),
+    Step("B4-fence-to-copy", "gpu.start:word_to_copy", 30),
     Step("B2-events-again", "gpu.fence:recorded_again", 15),
     Step("B3-events-shared", "gpu.ipc:events", 20),
     Step("C-conformance", "gpu.copies:conformance", 110, needed=True),
@@ -59,7 +65,7 @@ def machine() -> dict[str, Any]:
 
 def _output(command: Sequence[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return done.stdout.strip() or done.stderr.strip()
@@ -81,23 +87,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=450, help="for all of them")
     parser.add_argument("--small", action="store_true", help="small sizes, of a fake GPU")
     parser.add_argument("--out", type=Path, help="also append the lines to this file")
+    parser.add_argument("--table", type=Path, help="run nothing, show the goals in this file")
     options = parser.parse_args(arguments)
+    if options.table is not None:
+        print("\n".join(rows(options.table.read_text().splitlines())))
+        return 0
+    started_s = time.monotonic()
     try:
         steps = chosen(options.only)
     except ValueError as error:
         parser.error(str(error))
     file = options.out.open("a") if options.out else None
 
+    verdicts: Counter[str] = Counter()
+
     def report(line: dict[str, Any]) -> None:
+        verdicts.update([line["verdict"]] if "step" in line else [])
         for stream in (sys.stdout, file):
             _write(stream, line)
 
     try:
-        report({"machine": machine()})
-        return run_all(steps, report, small=options.small, seconds=options.seconds)
+        report({"machine": machine(), "small": options.small})
+        left_s = options.seconds - (time.monotonic() - started_s)
+        code = run_all(steps, report, small=options.small, seconds=left_s)
+        report({"verdicts": verdicts, "exit_code": code})
+        return code
     finally:
         if file is not None:
             file.close()
+
+
+def rows(lines: Iterable[str]) -> list[str]:
+    """Return a row of Markdown per goal; a step that ran again counts by its last line."""
+    shown: dict[str, str] = {}
+    small = False
+    for line in map(json.loads, lines):
+        small = line.get("small", small)  # in the line of the machine
+        goals = [] if small else line.get("figures", {}).get("goals", [])
+        for goal in goals:
+            met = {None: "", True: "met", False: "missed"}[goal.get("met")]
+            value = f"{goal['value']} {goal['unit']}"
+            cells = ("gpu", goal["name"], value, goal.get("goal", ""), met)
+            shown[goal["name"]] = f"| {' | '.join(cells)} |"
+    return list(shown.values())
 
 
 def _write(stream: TextIO | None, line: dict[str, Any]) -> None:

@@ -12,13 +12,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 from gpu import device
 from gpu.runner import TESTS
 from kvferry_connector.cuda import Driver as EngineDriver
@@ -26,6 +28,7 @@ from kvferry_connector.cuda import StreamWords
 from kvferry_connector.wire.attach import CudaMemory
 from kvferry_connector.wire.names import DONE_STEP_OFFSET, FENCE_PAGE_BYTES
 from kvferry_sidecar.engines.cuda_driver import CudaError
+from support.memory import sealed_memfd
 
 END_S = 20.0
 
@@ -33,13 +36,13 @@ END_S = 20.0
 class Peer:
     """The process, seen from a step."""
 
-    def __init__(self, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, prefix: Sequence[str], environment: Mapping[str, str]) -> None:
         self.fds, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "gpu.peer", str(theirs.fileno())],
                 cwd=TESTS, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno()], env=os.environ | environment,
             )  # fmt: skip
 
     def send(self, verb: str, **arguments: Any) -> None:
@@ -91,9 +94,9 @@ class Peer:
 
 
 @contextmanager
-def peer(prefix: Sequence[str] = ()) -> Iterator[Peer]:
+def peer(prefix: Sequence[str] = (), environment: Mapping[str, str] = {}) -> Iterator[Peer]:
     """Yield another process; it ends with the block."""
-    one = Peer(prefix)
+    one = Peer(prefix, environment)
     try:
         yield one
     finally:
@@ -112,6 +115,7 @@ class Serving:
         self._events: list[device.Event] = []
         self._fence = mmap.mmap(-1, 1)
         self._words: StreamWords | None = None
+        self._bench: Any = None
 
     def alloc(self, bytes: int, value: int) -> dict[str, Any]:  # noqa: A002 - a verb's word
         buffer = device.DeviceBuffer(bytes)
@@ -156,6 +160,8 @@ class Serving:
         """Give everything back."""
         while self._buffers:
             self._buffers.pop().free()
+        if self._bench is not None:
+            self._bench.close()
 
     def hold(self, memory: dict[str, Any]) -> dict[str, Any]:
         """Open another process's memory, read it, and keep it open."""
@@ -163,8 +169,7 @@ class Serving:
         return {"first": device.read(self.held, 1)[0]}
 
     def fence(self) -> dict[str, Any]:
-        fd = os.memfd_create("fence")
-        os.ftruncate(fd, FENCE_PAGE_BYTES)
+        fd = sealed_memfd(FENCE_PAGE_BYTES)
         self._fence = mmap.mmap(fd, FENCE_PAGE_BYTES)
         page = ctypes.addressof(ctypes.c_char.from_buffer(self._fence))
         self._words = StreamWords(self._engine, page, lambda: 0, 0)
@@ -176,9 +181,29 @@ class Serving:
         buffer = self._buffers[-1]
         for _ in range(times):
             device.fill(buffer.address, wrong, buffer.total_bytes)
-        device.fill(buffer.address, value, buffer.total_bytes)
+        device.fill(buffer.address, value % 256, buffer.total_bytes)
         self._words.write(DONE_STEP_OFFSET, value)
         return {}
+
+    def timed(self, step: int, wrong: int, times: int) -> dict[str, Any]:
+        """Write a word behind other work; return when it is in memory (monotonic)."""
+        self.late(step, wrong, times)
+        while int.from_bytes(self._fence[DONE_STEP_OFFSET : DONE_STEP_OFFSET + 8], "little") < step:
+            pass
+        return {"at_s": time.monotonic()}
+
+    def context(self) -> dict[str, Any]:
+        """Say how much of the host's memory this process takes, now that it has a context."""
+        return {"rss_mib": rss_mib()}
+
+    def copies(self) -> dict[str, Any]:
+        """Copy both ways, as a sidecar is ready to, and keep what that takes."""
+        from gpu.copies import NAMES, Bench
+
+        self._bench = Bench(64 << 20, 8 << 20)
+        for direction in NAMES:
+            self._bench.seconds(direction, self._bench.layout(4096, 33, 32), 32)
+        return {"rss_mib": rss_mib()}
 
     def matmul(self, seconds: float, size: int = 8192) -> dict[str, Any]:
         """Multiply bf16 matrices for so long; returns milliseconds per product."""
@@ -188,6 +213,7 @@ class Serving:
 
 
 def main() -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     serving: Serving | None = None
     for line in sys.stdin:
         order = json.loads(line)
@@ -199,6 +225,12 @@ def main() -> None:
         print(json.dumps(found), flush=True)
     if serving is not None:
         serving.close()
+
+
+def rss_mib() -> float:
+    """Return what is resident of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return round(pages * mmap.PAGESIZE / (1 << 20), 1)
 
 
 def text_of(handle: bytes) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +12,12 @@ from typing import Any
 import numpy as np
 import structlog
 from gpu import device
-from gpu.runner import Env, Sizes
+from gpu.peer import peer
+from gpu.runner import Sizes
 from kvferry_sidecar.engines.base import PoolSpan
 from kvferry_sidecar.engines.cuda_memory import PinnedPool
+
+from bench.common import plain
 
 
 @contextmanager
@@ -50,20 +51,17 @@ def pin(sizes: Sizes) -> dict[str, Any]:
 
 
 def footprint(sizes: Sizes) -> dict[str, Any]:
-    """Bytes of the GPU that a context of this process takes."""
-    if sizes.small:
-        raise Env("a GPU made of host memory has no contexts")
-    import torch  # only on the machine that has it: its own view of the free memory
+    """MiB of the GPU that a sidecar takes: its context alone, and ready to copy.
 
-    free_before, _ = torch.cuda.mem_get_info()
-    code = (
-        "from gpu import device; device.driver(); print(device.free_bytes(), flush=True); input()"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    child.stdout.readline()
-    free_after, _ = torch.cuda.mem_get_info()
-    child.communicate("\n")
-    return {"context MiB": (free_before - free_after) >> 20}
+    By the free memory that another process sees, with modules loaded lazily and at the start.
+    """
+    free_before = device.free_bytes()
+    figures: dict[str, Any] = {}
+    for loading in ("LAZY", "EAGER"):
+        with peer(environment={"CUDA_MODULE_LOADING": loading}) as sidecar:
+            for verb in ("context", "copies"):
+                host_mib = sidecar.do(verb)["rss_mib"]
+                taken_mib = (free_before - device.free_bytes()) / (1 << 20)
+                figures[f"{verb}, {loading.lower()}"] = {"MiB": taken_mib, "host MiB": host_mib}
+    taken_mib = figures["copies, lazy"]["MiB"]
+    return figures | {"goals": [plain("GPU memory of a sidecar, per GPU", taken_mib, "MiB")]}

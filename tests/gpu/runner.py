@@ -1,8 +1,8 @@
 """Steps of `make gpu`: each a process of its own with its own deadline, one JSON line at its end.
 
 A hang, a crash or a refusal of the sandbox loses that step only. A step is a function of a module;
-it returns figures, or raises: `Env` when this machine cannot do it, anything else when the claim it
-checks is wrong.
+it returns figures, or raises: `verdicts.Env` when this machine cannot do it, anything else when the
+claim it checks is wrong.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from support.waiting import wait_until
 
 TESTS = Path(__file__).parents[1]
-# Codes of the driver by which a sandbox or a device refuses what other machines allow.
-REFUSED_CODES = frozenset({100, 205, 304, 500, 800, 801, 999})
-VERDICTS = ("pass", "env", "fail", "late", "skipped")
-
-
-class Env(Exception):  # noqa: N818 - a verdict, not an error
-    """This machine does not allow what the step needs."""
+last_words_s_max = 3.0  # of a step that is late: its stacks, those of its children, its end
+ending_s_max = 3 * last_words_s_max
+_VERDICT = '{"verdict"'  # how a step's last line begins
+_SAID = 3000  # characters of what a step wrote that are reported; of stacks twice as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +63,21 @@ class Sizes:
 
 
 def run_all(
-    steps: Iterable[Step], report: Callable[[dict[str, Any]], None], *, small: bool, seconds: float
+    steps: Sequence[Step], report: Callable[[dict[str, Any]], None], *, small: bool, seconds: float
 ) -> int:
-    """Run steps in order, report each as it ends; returns 1 when a needed one failed."""
+    """Run steps in order, report each as it ends; returns 1 when a needed one failed.
+
+    Other steps get no time that needed ones after them may take.
+    """
     end_s = time.monotonic() + seconds
     failed = False
-    for step in steps:
-        left_s = end_s - time.monotonic()
+    for number, step in enumerate(steps):
+        needed = [one for one in steps[number + 1 :] if one.needed]
+        later_s = sum(one.seconds_max + ending_s_max for one in needed) + ending_s_max
+        left_s = end_s - time.monotonic() - (0 if step.needed else later_s)
         if left_s < 1:
-            report({"step": step.name, "verdict": "skipped", "why": f"{seconds:.0f} s are over"})
+            why = f"no time of the {seconds:.0f} s is left for it"
+            report({"step": step.name, "verdict": "skipped", "why": why})
             continue
         found = run(step, min(step.seconds_max, left_s), small=small)
         report(found)
@@ -81,47 +86,68 @@ def run_all(
 
 
 def run(step: Step, seconds_max: float, *, small: bool) -> dict[str, Any]:
-    """Run one step in a process group of its own, which is killed at the deadline."""
+    """Run one step in a process group of its own, which is killed at the deadline.
+
+    It writes to files: whatever it leaves behind keeps nobody waiting here.
+    """
     started_s = time.monotonic()
     command = [sys.executable, "-m", "gpu.step", step.where, *(["--small"] if small else [])]
-    process = subprocess.Popen(
-        command, cwd=TESTS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=seconds_max)
-        found = _verdict(out, process.returncode)
-        if found["verdict"] == "fail":
-            found["stderr"] = err[-1500:]
-    except subprocess.TimeoutExpired:
-        found = {"verdict": "late", "why": f"not ended after {seconds_max:.0f} s"}
-    finally:
-        _end_group(process)
+    with _file() as out, _file() as err:
+        process = subprocess.Popen(
+            command, cwd=TESTS, stdout=out, stderr=err, start_new_session=True,
+            env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+        )  # fmt: skip
+        late = not _ends(process, seconds_max)
+        if late:
+            _signal(process, signal.SIGABRT)  # every Python of the group writes its stacks
+            _ends(process, last_words_s_max)
+            with suppress(AssertionError):
+                wait_until(lambda: not _signal(process, 0), "all of it ended", last_words_s_max)
+        _signal(process, signal.SIGKILL)  # and what the step left behind
+        stays = not _ends(process, last_words_s_max)
+        said, complained = _read(out), _read(err)
+    if late:
+        why = f"not ended after {seconds_max:.0f} s"
+        found = {"verdict": "late", "why": why, "stacks": complained[-2 * _SAID :]}
+    else:
+        found = _verdict(said, process.returncode)
+    if found["verdict"] == "fail":
+        lines = [line for line in said.splitlines() if not line.startswith(_VERDICT)]
+        found |= {"stdout": "\n".join(lines)[-_SAID:], "stderr": complained[-_SAID:]}
+    if stays:
+        found["stays"] = f"process {process.pid} cannot be killed: the driver holds it"
     return {"step": step.name, **found, "wall_s": round(time.monotonic() - started_s, 2)}
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """Kill what a step left behind, and reap it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+def _ends(process: subprocess.Popen[bytes], seconds_max: float) -> bool:
+    try:
+        process.wait(seconds_max)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Send a signal to what is left of a step's group; False: nothing is."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _file() -> IO[str]:
+    return tempfile.TemporaryFile("w+", errors="replace")
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _verdict(out: str, code: int) -> dict[str, Any]:
     for line in reversed(out.splitlines()):
-        if line.startswith('{"verdict"'):
-            return json.loads(line)
+        if line.startswith(_VERDICT):
+            found: dict[str, Any] = json.loads(line)
+            return found
     return {"verdict": "fail", "why": f"ended with code {code}"}
-
-
-def verdict_of(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-    """Run a step here and return its verdict."""
-    try:
-        return {"verdict": "pass", "figures": work() or {}}
-    except Env as refusal:
-        return {"verdict": "env", "why": str(refusal)}
-    except Exception as error:  # noqa: BLE001 - every way to fail is a verdict
-        if getattr(error, "code", 0) in REFUSED_CODES:
-            return {"verdict": "env", "why": str(error)}
-        return {"verdict": "fail", "why": f"{type(error).__name__}: {error}",
-                "end": traceback.format_exc()[-2000:]}  # fmt: skip

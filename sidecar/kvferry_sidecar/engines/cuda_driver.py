@@ -104,6 +104,7 @@ ERRORS: dict[int, tuple[str, str]] = {
         "free some memory of the GPU (lower gpu_memory_utilization of the engine) or make the host "
         "pool smaller",
     ),
+    3: ("NOT_INITIALIZED", "look whether nvidia-smi works in this container"),
     34: ("STUB_LIBRARY", _OTHER_LIBRARY),
     36: ("CALL_REQUIRES_NEWER_DRIVER", _OLD_DRIVER),
     46: (
@@ -111,6 +112,7 @@ ERRORS: dict[int, tuple[str, str]] = {
         "another process has the GPU alone: set its compute mode to Default (nvidia-smi -c 0)",
     ),
     100: ("NO_DEVICE", "give the sidecar the GPUs of the engines (NVIDIA_VISIBLE_DEVICES=all)"),
+    101: ("INVALID_DEVICE", "give the sidecar every GPU of the node (NVIDIA_VISIBLE_DEVICES=all)"),
     201: (
         "INVALID_CONTEXT",
         "engine and sidecar have equal process ids in two PID namespaces: share the namespace "
