@@ -64,7 +64,7 @@ class Client:
         self.counts = self._lifeline.counts
 
     def start(self) -> None:
-        """Start the lifeline thread. Raises OSError when no pidfd of ours can be opened."""
+        """Start its thread. Raises OSError without a pidfd, RuntimeError without a thread."""
         self._lifeline.start()
 
     # --- state -------------------------------------------------------------------------------

@@ -102,14 +102,15 @@ class Lifeline:
     # --- called by the hook thread -----------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread, once. Raises OSError when no pidfd can be opened."""
+        """Start the thread, once. Raises OSError without a pidfd, RuntimeError without a thread."""
         if self._thread is not None:
             return
         self._pidfd = os.pidfd_open(os.getpid())
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._thread = threading.Thread(target=self._run, name="kvferry-lifeline", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="kvferry-lifeline", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def rotate(self, version: bytes) -> None:
         """Send the version, now if attached, and at every later attach."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import select
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import zmq
 
@@ -24,6 +26,7 @@ receive_max = 1024  # messages per receive call: one hook never drains for ever
 _SELECT_FD_MAX = 1024  # select(2) cannot watch a descriptor from this number on
 _NAP_S = 50e-6
 _DESCRIPTORS_SPARE = 8  # ZeroMQ takes five: for two threads and a socket
+_THREADS_SPARE = 4  # ZeroMQ takes two
 _send, _LAST, _MORE = zmq.backend.Socket.send, int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN = int(zmq.POLLIN)  # an enum's ``&`` costs as much as asking for the events
 _OPTIONS = {
@@ -81,11 +84,23 @@ class Link:
 
 
 def start_threads(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Have ZeroMQ start its threads. Raises OSError without room for descriptors: try later.
+    """Have ZeroMQ start its threads. Raises OSError without room for them: try later.
 
     ZeroMQ itself would abort, and end the engine: so it is tried with what may fail.
     """
     tuple(select.epoll() for _ in range(_DESCRIPTORS_SPARE))  # each is closed as the tuple goes
+    over = threading.Event()
+    tried = [threading.Thread(target=over.wait, daemon=True) for _ in range(_THREADS_SPARE)]
+    try:
+        for thread in tried:
+            thread.start()
+    except RuntimeError as error:
+        raise OSError(f"{error}: raise the limit of pids of the container, or ulimit -u") from error
+    finally:
+        over.set()
+        tasks = [Path(f"/proc/self/task/{thread.native_id}") for thread in tried]
+        while any(task.exists() for task in tasks):  # the kernel counts them a little longer
+            time.sleep(_NAP_S)
     context.socket(zmq.DEALER).close()
 
 

@@ -8,6 +8,7 @@ import socket
 import stat
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvferry_connector.wire import attach
@@ -70,19 +71,25 @@ class AttachStream:
     def __init__(self, path: Path) -> None:
         """Connect. Raises OSError when nobody listens there (or its backlog is full).
 
-        Raises UntrustedError when it is not certain that our own user or root listens there.
+        Raises UntrustedError when it is not certain that our own user or root listens there, or
+        when only others may connect there.
         """
-        check_folder(path.parent)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)
         self._unsent = bytearray()
         self._reassembler = attach.Reassembler()
         self._fds: list[int] = []
         try:
+            check_folder(path.parent)
             self._socket.connect(os.fspath(path))
             _check_uid(peer_uid(self._socket), f"{path} is served by")
-        except (OSError, UntrustedError):
+        except (OSError, UntrustedError) as error:
             self._socket.close()
+            if isinstance(error, PermissionError):
+                raise UntrustedError(
+                    f"uid {os.geteuid()} may not connect to {path}; run engine and sidecar as one "
+                    "uid, or bind a tenant to this one (namespaces.bound)"
+                ) from error
             raise
 
     def fileno(self) -> int:
@@ -97,24 +104,28 @@ class AttachStream:
     def send(self, message: attach.FromPeer, fds: Sequence[int] = ()) -> None:
         """Send one message; what the socket does not take now is kept for ``flush``.
 
-        Raises OSError when the stream is broken, WireError when too much is waiting.
+        A stream that the sidecar has closed swallows it: what was said before its end (a refusal)
+        is still to be received, and then the end. Raises OSError, WireError when too much waits.
         """
         data = attach.encode(message)
         if fds:  # go with the first message of a stream, so nothing waits before it
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-            data = data[self._socket.sendmsg([data], rights) :]
+            with suppress(BrokenPipeError, ConnectionResetError):
+                data = data[self._socket.sendmsg([data], rights) :]
         self._unsent += data
         if len(self._unsent) > _unsent_bytes_max:
             raise WireError(f"the sidecar reads nothing: {len(self._unsent)} bytes wait for it")
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it. Raises OSError when it is broken."""
+        """Send what waits, as far as the socket takes it. Raises OSError."""
         while self._unsent:
             try:
                 del self._unsent[: self._socket.send(self._unsent)]
             except BlockingIOError:
                 return
+            except (BrokenPipeError, ConnectionResetError):
+                self._unsent.clear()
 
     def receive(self) -> list[attach.ToPeer]:
         """Return the complete messages that have arrived, maybe none.

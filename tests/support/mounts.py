@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @contextmanager

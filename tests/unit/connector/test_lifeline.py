@@ -23,6 +23,8 @@ from kvferry_connector.wire.version import LEFT_SINCE
 from msgspec.structs import replace
 from support.clients import ENGINE, RANK, SCHEDULER, Attach, Serve, ready_link
 from support.mini_sidecar import MiniSidecar
+from support.mounts import NEEDS_ROOT
+from support.other_users import COUNTED
 from support.waiting import wait_until
 
 
@@ -314,10 +316,14 @@ def test_an_engine_that_ends_waits_for_its_memory_but_not_for_ever(
     wait_until(lambda: sidecar.events("bye"), "Bye")
 
 
-def test_no_room_for_descriptors_never_ends_the_engine(serve: Serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "prefix"),
+    [("descriptors", ()), pytest.param("threads", COUNTED, marks=NEEDS_ROOT)],
+)
+def test_no_room_never_ends_the_engine(serve: Serve, tmp_path: Path, what: str, prefix) -> None:
     """ZeroMQ aborts the process where its threads get none; a half waits until there is room."""
     serve(1)
-    command = [sys.executable, "-m", "support.cramped_half", str(tmp_path), "16"]
+    command = [*prefix, sys.executable, "-m", "support.cramped_half", str(tmp_path), what, "16"]
     ended = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=180,
         check=False,
