@@ -21,7 +21,7 @@ from kvferry_connector.wire.hot import FromSidecar
 from kvferry_connector.wire.names import attach_path, control_endpoint
 from structlog.typing import FilteringBoundLogger as Log
 
-from kvferry_sidecar import locks, policies
+from kvferry_sidecar import locks, policies, threads
 from kvferry_sidecar.config import Config, Loaded
 from kvferry_sidecar.descriptors import raise_descriptor_limit
 from kvferry_sidecar.desk import Desk, Parts
@@ -54,7 +54,7 @@ from kvferry_sidecar.tiers.slow import SlowTiers
 from kvferry_sidecar.tiers.store import Memory
 from kvferry_sidecar.transport import Transport
 
-socket_check_s = 1.0  # how often the attach socket's file is looked at
+socket_check_s = 1.0  # how often the files of the sockets are looked at
 drain_grace_s = 1.0  # for the last outcomes to be taken after the pipeline ended its jobs
 # How long another thread (HTTP, a store's) may keep the interpreter while the loop wants it.
 # Python's own 5 ms would show in the time of a lookup.
@@ -68,6 +68,7 @@ def run(loaded: Loaded, read: Callable[[], Loaded]) -> int:
     """
     sys.setswitchinterval(thread_switch_s)
     keep_freed_pages()
+    threads.check(loaded.config)
     lines = logs.configure(loaded.config.log.level, loaded.config.log.format)
     log = logs.get_logger("serve")
     with contextlib.ExitStack() as stack:
@@ -375,11 +376,11 @@ class App:
             return self._end(now_s, ExitCode.GPU, "a GPU is lost; draining to end", error=error)
         if now_s >= self._socket_check_s - socket_check_s / 2:  # early, where awake anyway
             self._socket_check_s = now_s + socket_check_s
-            if not self._attach.owns_path():
-                what = "attach socket was removed or replaced; draining to end"
+            sockets = (self._attach, self._transport)
+            if lost := [one.path for one in sockets if not one.owns_path()]:
+                what = "a socket was removed or replaced; draining to end"
                 remedy = "start it again, and keep others from deleting in run_dir"
-                path = str(attach_path(self._config.run_dir))
-                return self._end(now_s, ExitCode.RUN_DIR, what, path=path, remedy=remedy)
+                return self._end(now_s, ExitCode.RUN_DIR, what, path=str(lost[0]), remedy=remedy)
         return self._socket_check_s - now_s
 
     def _end(self, now_s: float, code: ExitCode, what: str, **facts: str) -> float:

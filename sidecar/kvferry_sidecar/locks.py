@@ -110,6 +110,14 @@ def inode_of_path(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
+def still_at(path: Path, inode: tuple[int, int] | None) -> bool:
+    """Whether ``path`` is still the file of this (device, inode)."""
+    try:
+        return inode_of_path(path) == inode
+    except OSError:
+        return False
+
+
 def holder_pid(fd: int) -> int | None:
     """Return the process that holds the lock, as this PID namespace sees it (None: it cannot)."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

@@ -28,6 +28,8 @@ Policy = Literal["all", "reused", "none"]
 
 # What Mooncake's library reads for itself, and would leave RDMA for: any value, even an empty one.
 _NO_RDMA_ENV = "MC_FORCE_TCP"
+# With 1 it takes whatever devices it finds, and TCP where it finds none. 0 is its default.
+_CHOOSES_ENV = "MC_MS_AUTO_DISC"
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -132,8 +134,15 @@ def check_remote(remote: RemoteTierConfig, values: Mapping[str, Setting]) -> Non
 
 def check_environment(remote: RemoteTierConfig, environ: Mapping[str, str]) -> None:
     """Raise ConfigError for what would turn the store's library away from what is configured."""
-    rdma = remote_scheme(remote) == "mooncake" and remote.protocol == "rdma"
-    if rdma and _NO_RDMA_ENV in environ:
+    if remote_scheme(remote) != "mooncake":
+        return
+    if environ.get(_CHOOSES_ENV, "0") != "0":
+        raise ConfigError(
+            f"environment {_CHOOSES_ENV} has Mooncake choose transport and devices itself, "
+            f"tiers.remote.protocol is {remote.protocol}",
+            f"unset {_CHOOSES_ENV}",
+        )
+    if remote.protocol == "rdma" and _NO_RDMA_ENV in environ:
         raise ConfigError(
             f"environment {_NO_RDMA_ENV} has Mooncake use TCP, tiers.remote.protocol is rdma",
             f"unset {_NO_RDMA_ENV}, or set tiers.remote.protocol = tcp",

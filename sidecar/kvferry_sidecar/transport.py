@@ -33,7 +33,7 @@ from structlog.typing import FilteringBoundLogger as Log
 from kvferry_sidecar.errors import RunDirError
 from kvferry_sidecar.faults.frames import FrameFaults
 from kvferry_sidecar.limits import Limits
-from kvferry_sidecar.locks import remove_socket
+from kvferry_sidecar.locks import inode_of_path, remove_socket, still_at
 from kvferry_sidecar.outcomes.histogram import SECONDS, Histogram, HistogramReading
 from kvferry_sidecar.sessions.model import Peer
 
@@ -76,6 +76,7 @@ class Transport:
         self._log = log
         self._messages_per_turn_max = limits.messages_per_turn_max
         self.endpoint = endpoint
+        self.path = Path(endpoint.removeprefix("ipc://"))
         self.counters: Counter[str] = Counter()
         self._seconds: dict[type, Histogram] = {k: Histogram(SECONDS) for k in (Probe, Ask, Submit)}
         try:
@@ -85,7 +86,8 @@ class Transport:
         try:
             self._configure(limits)
             self._socket.bind(endpoint)
-            Path(endpoint.removeprefix("ipc://")).chmod(socket_mode)
+            self._inode = inode_of_path(self.path)  # not reused while it is bound
+            self.path.chmod(socket_mode)
         except (zmq.ZMQError, OSError) as error:
             self._socket.close(linger=0)
             raise _bind_error(endpoint, error) from error
@@ -109,6 +111,10 @@ class Transport:
     def fd(self) -> int:
         """The descriptor that becomes readable when the socket's state may have changed."""
         return int(self._socket.getsockopt(zmq.FD))
+
+    def owns_path(self) -> bool:
+        """Whether who connects to the path still reaches this socket."""
+        return still_at(self.path, self._inode)
 
     def pending(self) -> bool:
         """Whether a message waits (also takes in what the descriptor announced)."""
@@ -161,7 +167,7 @@ class Transport:
     def close(self) -> None:
         """Close the socket; its file goes with it."""
         self._socket.close(linger=0)
-        remove_socket(Path(self.endpoint.removeprefix("ipc://")))
+        remove_socket(self.path)
 
     def _received(self, routing_id: bytes, frames: list[bytes], now_s: float) -> None:
         peer = self._find(routing_id)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from contextlib import ExitStack
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from kvferry_sidecar.errors import ExitCode
 from support.books import descriptors
 from support.client_half import client_engine
+from support.mounts import NEEDS_ROOT
+from support.other_users import COUNTED
 from support.serving import Serving, servings
 from support.sidecar import set_flags
 from support.waiting import wait_until
@@ -113,13 +118,23 @@ def test_a_directory_or_link_under_the_pools_name_is_refused(tmp_path: Path) -> 
 
 def test_sockets_that_cannot_be_removed_are_no_bad_end() -> None:
     with servings(1) as (one,):
-        one.start_ready()
-        sockets = [one.run_dir / "http.sock", *one.run_dir.glob("ctl-*.sock")]
-        for path in sockets:
-            path.unlink()
-            path.mkdir()  # as on a file system that is read-only by now, unlink() fails
-        assert len(sockets) == 2
-        assert "Traceback" not in stop(one)
+        process = one.start_ready()
+        with client_engine(one.run_dir) as engine:
+            engine.put("held")
+            admission, _ = engine.lease("held", 3)
+            load = engine.submit(engine.load_job(admission, (4, 5, 6), step=1))
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: one.status()["pipeline"]["draining"], "it drains, and so looks away")
+            sockets = [one.run_dir / "http.sock", *one.run_dir.glob("ctl-*.sock")]
+            for path in sockets:
+                path.unlink()
+                path.mkdir()  # as on a file system that is read-only by now, unlink() fails
+            assert len(sockets) == 2
+            engine.memory.bound(1)
+            assert engine.ended(load).status == "done"
+        code, text = one.ended()
+        assert code == 0, text
+        assert "Traceback" not in text
 
 
 @pytest.mark.parametrize("pool_bytes", ["64TiB", "9000000000GiB"])
@@ -177,3 +192,78 @@ def test_many_connections_to_the_hot_socket_do_not_end_it() -> None:
             assert engine.get("kept") == 48
         streams.close()
         wait_until(lambda: descriptors(process.pid) < 100, "they are closed")
+
+
+@NEEDS_ROOT
+def test_too_few_threads_are_refused_with_the_remedy() -> None:
+    """Libraries would abort, one after the other, without a word of what to change."""
+    with servings(1) as (one,):
+        room = 4 + (os.cpu_count() or 1)  # numpy's are at most as many, and come before
+        one.prefix = (*COUNTED, "prlimit", f"--nproc={room}:{room}")
+        one.flags = ("--copy-threads", "256")
+        one.start()
+        code, text = one.ended()
+        assert code == ExitCode.USAGE, text
+        assert "threads are needed" in text
+        assert "pids" in text
+        assert "Traceback" not in text
+        assert not list(one.run_dir.iterdir())
+
+
+@contextmanager
+def held_at_its_configuration(one: Serving, folder: Path) -> Iterator[Callable[[], None]]:
+    """Start a sidecar that goes on when the given function is called, with another file there."""
+    file = folder / "kvferry.toml"
+    os.mkfifo(file)
+    one.flags = ("--config", str(file))
+    process = one.start()
+    writer = wait_until(lambda: _writer(file, process), "it reads its configuration")
+
+    def go_on() -> None:
+        file.unlink()
+        file.write_text("[log]\nlevel = 'debug'\n")
+        os.close(writer)
+
+    try:
+        yield go_on
+    finally:
+        with suppress(OSError):
+            os.close(writer)
+
+
+def _writer(file: Path, process: subprocess.Popen[str]) -> int:
+    assert process.poll() is None, process.communicate()
+    try:
+        return os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # nobody reads it yet
+        return 0
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_while_it_starts_it_ends_in_a_container_too(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Whoever is pid 1 of a namespace loses signals that it has no handler for."""
+    with servings(1) as (one,):
+        one.prefix = ("unshare", "-pf", "--mount-proc", "--kill-child")
+        with held_at_its_configuration(one, tmp_path):
+            outer = one.process.pid
+            (inner,) = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
+            os.kill(int(inner), number)
+            assert one.ended() == (128 + number, "")
+        assert not list(one.run_dir.iterdir())
+
+
+def test_a_signal_while_it_starts_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    with servings(1) as (one,), held_at_its_configuration(one, tmp_path):
+        one.process.send_signal(signal.SIGINT)
+        assert one.ended() == (-signal.SIGINT, "")
+
+
+def test_a_hang_up_while_it_starts_ends_nothing(tmp_path: Path) -> None:
+    with servings(1) as (one,), held_at_its_configuration(one, tmp_path) as go_on:
+        one.process.send_signal(signal.SIGHUP)
+        go_on()
+        one.wait_ready()
+        stop(one)

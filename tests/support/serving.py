@@ -30,7 +30,7 @@ class Serving:
         self.run_dir = folder
         self.path = folder / "attach.sock"
         self.pool_name = pool_name
-        self._flags = flags
+        self.flags = flags
         self.http = ("--http-listen", "")
         self.prefix: tuple[str, ...] = ()  # a command that runs it elsewhere: unshare
         self.command = COMMAND
@@ -43,7 +43,7 @@ class Serving:
                 *(*self.prefix, sys.executable, "-c", self.command, "serve"),
                 *("--run-dir", str(self.run_dir)),
                 *("--pool-bytes", str(POOL_BYTES), "--pool-name", self.pool_name),
-                *("--log-format", "json", *self.http, *self._flags),
+                *("--log-format", "json", *self.http, *self.flags),
             ],
             stderr=subprocess.PIPE,
             text=True,
@@ -53,9 +53,15 @@ class Serving:
     def start_ready(self) -> subprocess.Popen[str]:
         """Start the process and return when it answers."""
         process = self.start()
+        self.wait_ready()
+        return process
+
+    def wait_ready(self) -> None:
+        """Wait until the process answers."""
+        process = self.process
+        assert process is not None
         wait_until(lambda: process.poll() is not None or self._answers(), "the sidecar answers")
         assert process.poll() is None, self.ended()
-        return process
 
     def _answers(self) -> bool:
         try:

@@ -13,7 +13,7 @@ import click
 import msgspec
 from kvferry_connector.wire.version import PROTOCOL_MAX, PROTOCOL_MIN
 
-from kvferry_sidecar import config
+from kvferry_sidecar import config, early_signals
 from kvferry_sidecar.cli import operate, options, pages, query
 from kvferry_sidecar.cli.geometry import geometry
 from kvferry_sidecar.cli.objects import objects
@@ -69,11 +69,12 @@ def kvferry() -> None:
 @options.setting_flags()
 def serve(file: Path | None, assignments: tuple[str, ...], **values: object) -> int:
     """Run the sidecar until SIGTERM; then drain and exit 0."""
-    loaded = options.load(file, values, assignments)
-    config.check_space(loaded.config.tiers.host)
-    from kvferry_sidecar import app  # noqa: PLC0415 - status and config need no native module
+    with early_signals.obeyed():
+        loaded = options.load(file, values, assignments)
+        config.check_space(loaded.config.tiers.host)
+        from kvferry_sidecar import app  # noqa: PLC0415 - status and config need no native module
 
-    return app.run(loaded, lambda: options.load(file, values, assignments))
+        return app.run(loaded, lambda: options.load(file, values, assignments))
 
 
 @kvferry.command()

@@ -24,7 +24,7 @@ from structlog.typing import FilteringBoundLogger as Log
 
 from kvferry_sidecar.errors import RunDirError
 from kvferry_sidecar.limits import Limits
-from kvferry_sidecar.locks import inode_of_path, remove_socket
+from kvferry_sidecar.locks import inode_of_path, remove_socket, still_at
 from kvferry_sidecar.loop import BROKEN, HANG_UP, READ, WRITE, Loop
 from kvferry_sidecar.observe.log import Throttle
 from kvferry_sidecar.sessions import hello as hello_checks
@@ -83,7 +83,7 @@ class AttachServer:
         self._status = status
         self._open_device = open_device
         self._log = log
-        self._path = path
+        self.path = path
         self._connections: dict[int, Connection] = {}
         self._of_peer: dict[Peer, Connection] = {}
         self._parting: dict[Peer, Connection] = {}  # said Bye, and wait for Left
@@ -112,10 +112,7 @@ class AttachServer:
 
     def owns_path(self) -> bool:
         """Whether who connects to the path still reaches this server."""
-        try:
-            return inode_of_path(self._path) == self._inode
-        except OSError:
-            return False
+        return still_at(self.path, self._inode)
 
     def push(self, peer: Peer, message: ToPeer) -> None:
         """Send on a half's stream; a half without a registered stream learns it when it attaches.
@@ -154,7 +151,7 @@ class AttachServer:
             self._close(connection)
         self._loop.unwatch(self._listener.fileno())
         if self.owns_path():
-            remove_socket(self._path)
+            remove_socket(self.path)
         self._listener.close()
         os.close(self._pidfd)
 

@@ -108,6 +108,17 @@ def test_no_variable_turns_rdma_into_tcp(value):
     load(environment={"MC_FORCE_TCP": value}, **rdma | {"tiers__remote__protocol": "tcp"})
 
 
+@pytest.mark.parametrize("protocol", ["rdma", "tcp"])
+def test_no_variable_chooses_the_transport(protocol):
+    """With 1 the library takes the devices it finds, and TCP where it finds none."""
+    given = {"tiers__remote__url": "mooncake://10.0.0.7:50051", "tiers__remote__protocol": protocol}
+    load(environment={"MC_MS_AUTO_DISC": "0"}, **given)
+    with pytest.raises(ConfigError, match=rf"tiers\.remote\.protocol is {protocol}") as error:
+        load(environment={"MC_MS_AUTO_DISC": "1"}, **given)
+    assert error.value.remedy == "unset MC_MS_AUTO_DISC"
+    load(environment={"MC_MS_AUTO_DISC": "1"}, tiers__remote__url="redis://10.0.0.7:6379")
+
+
 def test_an_unknown_flag_key_is_refused():
     with pytest.raises(ConfigError, match=r"did you mean limits\.ranks_max"):
         load(limits__rank_max=3)
