@@ -649,6 +649,10 @@ static int kernels;
 void fake_with_kernels(int there) { kernels = there; }
 int cuDeviceGetAttribute(int* out, int attribute, int device) {
     ENTER;
+    if (attribute == 125) {  // CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
+        *out = device == 0 || !getenv("FAKE_CUDA_NO_IPC");
+        return device < 2 ? OK : 101;
+    }
     // NVRTC asks the driver more than this one knows, and crashes: no process compiles for it.
     if (!kernels) return 801;
     *out = attribute == 75 ? 9 : 0;

@@ -8,18 +8,45 @@ from kvferry_sidecar.observe.status import Document, SessionStatus
 
 def check_engines(document: Document) -> list[Finding]:
     """One or more lines per engine."""
-    found = [line for session in document.sessions for line in _engine(session)]
+    found = [
+        line
+        for session in document.sessions
+        for line in (*_engine(session), *_equal_ids(session, document))
+    ]
     return found or [note("engines", "none is attached")]
 
 
+def _equal_ids(session: SessionStatus, document: Document) -> list[Finding]:
+    """CUDA tells processes apart by the numbers of their ids, each in its own PID namespace."""
+    on_gpu = bool((document.config or {}).get("copy", {}).get("gpu"))
+    equal = [half.rank for half in session.halves if half.rank >= 0 and half.pid == document.pid]
+    if not (on_gpu and equal):
+        return []
+    return [
+        warn(
+            _name(session),
+            f"ranks {equal} and the sidecar all have process id {document.pid}, in PID namespaces "
+            "of their own: CUDA does not open their memory",
+            "share the PID namespace (shareProcessNamespace: true, hostPID)",
+        )
+    ]
+
+
+def _name(session: SessionStatus) -> str:
+    return f"engine {session.engine_id}/{session.instance_id}"
+
+
 def _engine(session: SessionStatus) -> list[Finding]:
-    check = f"engine {session.engine_id}/{session.instance_id}"
+    check = _name(session)
     facts = session.identity
     version = facts.get("vllm_version", "unknown")
     hashes = facts.get("hash_algorithm", "unknown")
     found = []
     if session.ready:
-        found.append(ok(check, f"ready; vLLM {version}, hashes {hashes}"))
+        seed = facts.get("hash_seed_probe", "unknown")[:8]
+        groups = len(session.block_tokens)
+        text = f"ready; vLLM {version}, hashes {hashes} of seed {seed}, {groups} KV cache groups"
+        found.append(ok(check, text))
     else:
         there = {half.rank for half in session.halves if half.registered and half.rank >= 0}
         missing = sorted(set(session.ranks) - there)

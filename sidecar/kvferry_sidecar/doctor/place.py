@@ -7,6 +7,7 @@ import stat
 
 from kvferry_sidecar.config import Config
 from kvferry_sidecar.doctor.finding import Finding, Machine, fail, note, ok, warn
+from kvferry_sidecar.engines.cuda_driver import CudaError, Driver
 from kvferry_sidecar.errors import HttpError
 from kvferry_sidecar.locks import sidecar_of
 from kvferry_sidecar.observe.http.guard import read_token
@@ -129,6 +130,25 @@ def check_gpus(machine: Machine, _config: Config) -> list[Finding]:
                 "give the container access (runtimeClassName: nvidia, NVIDIA_VISIBLE_DEVICES)",
             )
         )
+    return found
+
+
+def check_cuda(_machine: Machine, config: Config) -> list[Finding]:
+    """Where engines on GPUs are served: a driver, and GPUs whose memory other processes open."""
+    if not config.copy.gpu:
+        return []
+    try:
+        driver = Driver()
+        version = "{}.{}".format(*divmod(driver.version() // 10, 100))
+        opens = [driver.opens_memory(ordinal) for ordinal in range(driver.count)]
+    except CudaError as error:
+        text, _, remedy = str(error).partition("; ")
+        return [fail("CUDA", text, remedy or "see docs/gpu.md: what it needs")]
+    found = [ok("CUDA", f"driver of CUDA {version}, {len(opens)} GPUs")]
+    shut = [ordinal for ordinal, can in enumerate(opens) if not can]
+    if shut:
+        remedy = "run engines there without the cache: MIG, WSL and some sandboxes have no IPC"
+        found.append(fail("CUDA", f"memory of another process cannot be opened on {shut}", remedy))
     return found
 
 

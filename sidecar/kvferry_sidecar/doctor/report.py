@@ -25,6 +25,7 @@ CHECKS: Sequence[Check] = (
     of_machine.check_numa,
     of_machine.check_clock,
     place.check_gpus,
+    place.check_cuda,
     place.check_rdma,
     place.check_http,
     stores.check_disks,

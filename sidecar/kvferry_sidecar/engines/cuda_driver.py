@@ -23,6 +23,7 @@ _SLEEPS, _NO_TIMING = 1, 2  # of an event: who waits for it does not spin; nobod
 _LAZY_PEER_ACCESS = 1  # the only flag of cuIpcOpenMemHandle
 _PORTABLE_AND_MAPPED = 3
 _NOT_FOUND = 500
+_IPC_SUPPORTED = 125  # CUdevice_attribute: events of other processes, and so memory
 
 
 class IpcHandle(ctypes.Structure):
@@ -260,6 +261,18 @@ class Driver:
         found = c_int()
         self("cuDriverGetVersion", byref(found))
         return found.value
+
+    @property
+    def count(self) -> int:
+        """How many GPUs this process sees."""
+        return len(self._ordinals)
+
+    def opens_memory(self, ordinal: int) -> bool:
+        """Say whether a GPU's memory can be opened by another process. Raises CudaError."""
+        device, found = c_int(), c_int()
+        self("cuDeviceGet", byref(device), ordinal)
+        self("cuDeviceGetAttribute", byref(found), _IPC_SUPPORTED, device)
+        return bool(found.value)
 
     @property
     def used(self) -> list[int]:

@@ -15,9 +15,11 @@ from kvferry_sidecar import config, locks
 from kvferry_sidecar.cli import main
 from kvferry_sidecar.doctor import engines, machine, place, report, stores
 from kvferry_sidecar.doctor.finding import Machine, Verdict, fail, note, ok, warn
+from kvferry_sidecar.engines import cuda_driver
 from kvferry_sidecar.errors import ExitCode
 from kvferry_sidecar.observe import status
 from kvferry_sidecar.settings import Setting
+from support import fake_cuda
 from support.raw_half import RawHalf, engine_registration
 from support.sidecar import running_sidecar
 
@@ -144,6 +146,40 @@ def test_gpus_by_their_uuid(tree, tmp_path):
     assert [one.verdict for one in place.check_gpus(tree(), settings())] == ["ok"]
 
 
+def test_a_driver_and_gpus_whose_memory_others_open(tree, monkeypatch):
+    def examined(**gpu):
+        return [(str(one.verdict), one.text) for one in place.check_cuda(tree(), settings(**gpu))]
+
+    assert examined() == []
+    load = cuda_driver.ctypes.CDLL
+    fake = {cuda_driver.LIBRARY: str(fake_cuda.library())}
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: load(fake.get(name, name)))
+    ((verdict, text),) = examined(copy__gpu="true")
+    assert verdict == "ok"
+    assert text.endswith("2 GPUs")
+    monkeypatch.setenv("FAKE_CUDA_NO_IPC", "1")
+    assert examined(copy__gpu="true")[1] == (
+        "fail", "memory of another process cannot be opened on [1]"
+    )  # fmt: skip
+    fake[cuda_driver.LIBRARY] = "no-such-library"
+    ((verdict, text),) = examined(copy__gpu="true")
+    assert (verdict, "no CUDA driver" in text) == ("fail", True)
+
+
+def test_equal_process_ids_are_told_where_cuda_would_refuse_them():
+    half = status.HalfStatus("worker", 1, 1, 7, 1, True, True, 0.0)
+    session = status.SessionStatus("e", "i", True, [1], "", [], [], [half], {})
+
+    def told(pid, *, gpu):
+        config = {"copy": {"gpu": gpu}}
+        document = status.Document(1, "0", "0", pid, [session], None, None, None, config)
+        return [one.text for one in engines.check_engines(document) if one.verdict == "warn"]
+
+    assert told(7, gpu=False) == told(8, gpu=True) == []
+    (text,) = told(7, gpu=True)
+    assert "ranks [1] and the sidecar all have process id 7" in text
+
+
 def test_rdma_ports(tree, tmp_path):
     port = "sys/class/infiniband/mlx5_0/ports/1"
     at(tmp_path, f"{port}/state", "4: ACTIVE")
@@ -255,10 +291,13 @@ def test_the_command_and_the_engines_of_a_running_sidecar(capsys):
 
 
 def test_engines_that_nearly_share_are_told():
-    session = status.SessionStatus("e", "i", True, [0], "", [], [], [], {}, ["dtype differs"])
+    facts = {"vllm_version": "0.32", "hash_algorithm": "sha256", "hash_seed_probe": "5eed5eed77"}
+    near = ["dtype differs"]
+    session = status.SessionStatus("e", "i", True, [0], "", [16, 16], [], [], facts, near)
     document = status.Document(1, "0", "0", 1, [session], None, None, None, None)
     fine, near = engines.check_engines(document)
     assert (fine.verdict, near.text) == ("ok", "dtype differs")
+    assert fine.text == "ready; vLLM 0.32, hashes sha256 of seed 5eed5eed, 2 KV cache groups"
     assert msgspec.json.encode(near)
 
 

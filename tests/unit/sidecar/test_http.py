@@ -164,6 +164,7 @@ def test_what_is_open_has_an_age_and_an_owner(local, engine):
 
 
 def test_a_name_with_the_signs_of_an_address_is_one_name(sidecar, engine, capsys):
+    engine.get("a", [4])
     engine.get("a?limit=1&x#/b%2F", [4])
     assert main(["explain", "a?limit=1&x#/b%2F", "--run-dir", str(sidecar.run_dir)]) == 0
     assert "request a?limit=1&x#/b%2F of raw/one" in capsys.readouterr().out
