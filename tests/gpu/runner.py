@@ -67,21 +67,33 @@ def run_all(
 ) -> int:
     """Run steps in order, report each as it ends; returns 1 when a needed one failed.
 
-    Other steps get no time that needed ones after them may take.
+    One whose deadline would take time from needed ones after it is put off to the end.
     """
     end_s = time.monotonic() + seconds
     failed = False
-    for number, step in enumerate(steps):
-        needed = [one for one in steps[number + 1 :] if one.needed]
-        later_s = sum(one.seconds_max + ending_s_max for one in needed) + ending_s_max
-        left_s = end_s - time.monotonic() - (0 if step.needed else later_s)
+    put_off: list[Step] = []
+
+    def go(step: Step) -> None:
+        nonlocal failed
+        left_s = end_s - time.monotonic()
         if left_s < 1:
             why = f"no time of the {seconds:.0f} s is left for it"
-            report({"step": step.name, "verdict": "skipped", "why": why})
-            continue
-        found = run(step, min(step.seconds_max, left_s), small=small)
+            found = {"step": step.name, "verdict": "skipped", "why": why}
+        else:
+            found = run(step, min(step.seconds_max, left_s), small=small)
+            failed |= step.needed and found["verdict"] not in ("pass", "env")
         report(found)
-        failed |= step.needed and found["verdict"] not in ("pass", "env")
+
+    for number, step in enumerate(steps):
+        needed = [one for one in steps[number + 1 :] if one.needed]
+        later_s = sum(one.seconds_max + ending_s_max for one in needed)
+        fits = time.monotonic() + step.seconds_max + ending_s_max + later_s <= end_s
+        if step.needed or fits or not needed:
+            go(step)
+        else:
+            put_off.append(step)
+    for step in put_off:
+        go(step)
     return int(failed)
 
 
