@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import ExitStack
 
 import pytest
@@ -96,3 +97,17 @@ def test_the_page_shows_them(browser, sidecar, scheme, size, tmp_path):
         page.get_by_role("img", name="timeline").wait_for()  # the list has the same words
         page.get_by_text("No hit: the next chunk of the prefix is in no tier").wait_for()
         assert fits(page, size["width"])
+
+
+def test_a_sidecar_that_stands_still_is_not_shown_as_live(browser, sidecar):
+    with opened(browser, listens(sidecar)) as page:
+        strip = page.get_by_role("status")
+        strip.get_by_text("ready", exact=True).wait_for()
+        page.clock.install()
+        sidecar.process.process.send_signal(signal.SIGSTOP)
+        try:
+            page.clock.fast_forward(60_000)
+            strip.get_by_text("no word from the sidecar for").wait_for()
+        finally:
+            sidecar.process.process.send_signal(signal.SIGCONT)
+        strip.get_by_text("ready", exact=True).wait_for()

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from kvferry_demo.processes import kvferry_command
 from support.hot_engine import HotEngine
-from support.pages import LEASES_STAY, NEEDS, PHONE, fits, is_live, listens, opened
+from support.pages import DEADLINE_MS, LEASES_STAY, NEEDS, PHONE, fits, is_live, listens, opened
 from support.raw_half import KvMemory, attach_pair
 from support.sidecar import running_sidecar
 
@@ -43,7 +43,7 @@ def address(tmp_path_factory):
         engine.lease("hot prompt", 3)
         yield listens(sidecar)
         for half in halves:
-            half.close()
+            half.leave()  # else a drain would wait for its lease
         memory.close()
 
 
@@ -119,6 +119,16 @@ def test_what_is_not_well_is_said_on_every_view(page, address):
     page.get_by_role("status").get_by_text("paused by an operator").wait_for()
     httpx.post(f"{act}resume-saves", headers=headers, json={}).raise_for_status()
     page.get_by_role("status").get_by_text("ready", exact=True).wait_for()
+
+
+def test_a_stream_that_a_proxy_refused_is_asked_for_again(browser, address):
+    """Browsers do so after a broken connection, not after an answer such as 502."""
+    page = browser.new_page()
+    page.route("**/api/v1/stream", lambda route: route.fulfill(status=502), times=1)
+    page.goto(f"http://{address}/ui/")
+    page.get_by_role("status").get_by_text("does not answer; trying again").wait_for()
+    page.get_by_role("status").get_by_text("ready", exact=True).wait_for(timeout=DEADLINE_MS)
+    page.close()
 
 
 def test_every_view_opens_by_its_link(page):

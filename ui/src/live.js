@@ -35,25 +35,49 @@ export const act = async (name, body, token) => {
   return told;
 };
 
+const SILENT_S = 5; // the status comes once a second
+const AGAIN_MS = 3000; // browsers give a stream up that was refused, as behind a proxy
+
 // The status, once a second; `series` holds rates between two of them.
 export const useLive = () => {
   const [live, set] = useState({ status: null, trouble: "connecting", events: [], series: [] });
   useEffect(() => {
     get("events").then((events) => set((old) => ({ ...old, events })), () => {});
-    const source = new EventSource(`${base}api/v1/stream`);
-    source.addEventListener("status", (message) => {
-      const status = JSON.parse(message.data);
-      set((old) => ({ ...old, status, trouble: "", series: extend(old.series, old.status, status) }));
-    });
-    source.addEventListener("log", (message) => {
-      const event = JSON.parse(message.data);
-      set((old) => ({ ...old, events: [...old.events.slice(-499), event] }));
-    });
-    source.addEventListener("unavailable", (message) =>
-      set((old) => ({ ...old, trouble: JSON.parse(message.data) })),
-    );
-    source.onerror = () => set((old) => ({ ...old, trouble: "the sidecar does not answer; trying again" }));
-    return () => source.close();
+    let source, again;
+    let heard = Date.now();
+    const told = (trouble) => set((old) => ({ ...old, trouble }));
+    const listen = () => {
+      source = new EventSource(`${base}api/v1/stream`);
+      source.addEventListener("status", (message) => {
+        heard = Date.now();
+        const status = JSON.parse(message.data);
+        set((old) => ({ ...old, status, trouble: "", series: extend(old.series, old.status, status) }));
+      });
+      source.addEventListener("log", (message) => {
+        const event = JSON.parse(message.data);
+        set((old) => ({ ...old, events: [...old.events.slice(-499), event] }));
+      });
+      source.addEventListener("unavailable", (message) => {
+        heard = Date.now();
+        told(JSON.parse(message.data));
+      });
+      source.onerror = () => {
+        told("the sidecar does not answer; trying again");
+        if (source.readyState === EventSource.CLOSED) again = setTimeout(listen, AGAIN_MS);
+      };
+    };
+    listen();
+    // A process that stands still, or a connection that died, ends no stream.
+    const watch = setInterval(() => {
+      const silent_s = (Date.now() - heard) / 1000;
+      if (silent_s > SILENT_S && source.readyState === EventSource.OPEN)
+        told(`no word from the sidecar for ${silent_s.toFixed(0)} s: what is shown is old`);
+    }, 1000);
+    return () => {
+      clearInterval(watch);
+      clearTimeout(again);
+      source.close();
+    };
   }, []);
   return live;
 };
