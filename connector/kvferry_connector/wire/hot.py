@@ -218,7 +218,7 @@ class Error(msgspec.Struct, frozen=True, array_like=True, tag="E"):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag="T"):
-    """The save committed these objects, by group and end token.
+    """The save committed these objects, by group and end token; none where all were stored before.
 
     Only for an engine that asked (RegisterEngine.kv_events), so an older half never meets it.
     """

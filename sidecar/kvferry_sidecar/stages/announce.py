@@ -34,10 +34,11 @@ class Announcer:
         return len(self._announced)
 
     def stored(self, peer: Peer, job: int, groups: dict[int, tuple[Keys, Names]]) -> None:
-        """Objects of a save were committed: tell the scheduler half, and remember their names."""
+        """Objects of a save were committed: tell the scheduler half, and remember their names.
+
+        Also when all of them were stored before: until then the half keeps the whole request.
+        """
         ends = {group: list(names) for group, (_, names) in groups.items() if names}
-        if not ends:
-            return
         for group, (keys, names) in groups.items():
             for key, name in zip(keys, names.values(), strict=True):
                 self._announced[key.tobytes()] = (peer, group, name)

@@ -110,6 +110,17 @@ def test_a_save_that_failed_or_is_not_known_is_no_event(events: KvEvents) -> Non
     assert events.take() == []
 
 
+def test_a_save_of_what_is_stored_is_no_event_and_waits_for_none(
+    events: KvEvents, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "saves_max", 1)
+    for job in range(3):
+        events.saving(job, request())
+        events.hear(Stored(job, {}))
+    assert events.take() == []
+    assert counts["events_dropped"] == 0, "none of them is kept"
+
+
 def test_removals_name_group_and_medium(events: KvEvents) -> None:
     events.hear(Removed({0: [b"a", b"b"], 1: [b"c"]}))
     assert events.take() == [
