@@ -20,7 +20,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from kvferry_connector.acks import Acks
 from kvferry_connector.config import FerryConfig
@@ -62,6 +63,7 @@ class Client:
         self._lifeline = Lifeline(*self._facts)
         self._hot: HotSocket | None = None
         self.counts = self._lifeline.counts
+        self._told: Counter[str] = Counter()
 
     def start(self) -> None:
         """Start its thread. Raises OSError without a pidfd, RuntimeError without a thread."""
@@ -111,6 +113,13 @@ class Client:
         """One of "stopped", "away", "refused", "registered", "ready", "asleep"."""
         return self._lifeline.state
 
+    def tell(self, count: Callable[[str, int], None]) -> None:
+        """Pass on what both threads have counted since the last call: numbers that only grow."""
+        for name, number in list(self.counts.items()):  # a copy: the thread may add names
+            if new := number - self._told[name]:
+                self._told[name] = number
+                count(name, new)
+
     # --- hot channel -------------------------------------------------------------------------
 
     def send(self, link: Link, message: FromHalf, raw: Sequence[Frame] = ()) -> bool:
@@ -122,7 +131,7 @@ class Client:
         hot = self._hot
         if hot is not None and link.hot is hot and hot.send(pack(link, message, raw)):
             return True
-        self.counts["sends_refused"] += 1
+        self.counts["frames_refused"] += 1
         return False
 
     def receive(self, link: Link, wait_us: int = 0) -> list[tuple[FromSidecar, list[bytes]]]:

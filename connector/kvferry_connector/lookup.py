@@ -138,6 +138,7 @@ class Lookup:
             return
         self.beat = ((self._asks, tuple(sorted(self._live))), self.beat[1])
         client.set_live(*self.beat[0])
+        client.tell(self._count)
         link = client.link() if releases else None
         for first in range(0, len(releases), ids_max):
             release = hot.Release(releases[first : first + ids_max])

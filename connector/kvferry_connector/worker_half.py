@@ -296,6 +296,7 @@ class WorkerHalf:
 
     def _sweep(self, client: Client, link: Link | None, now_s: float) -> None:
         """End the jobs of dead sidecars, and ask for those that were not heard of for long."""
+        client.tell(self.stats.count)
         ask_s = self._config.job_ask_ms / 1000
         for job, open_job in list(self._open.items()):
             if client.is_dead(open_job.epoch):

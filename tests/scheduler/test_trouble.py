@@ -338,6 +338,14 @@ def test_rank_beside_another_sidecar_leaves_the_cache_off(
     assert engine.node.closed
 
 
+def test_what_the_client_counts_is_told_after_a_question(tmp_path: Path) -> None:
+    engine = make(tmp_path)
+    engine.node.news["stale_dropped"] = 3
+    engine.add("b", PROMPT)
+    engine.run()
+    assert engine.counts["stale_dropped"] == 3
+
+
 def test_refused_question_is_a_miss_at_once(tmp_path: Path) -> None:
     engine = make(tmp_path, probe_ms_max=60_000)
     engine.node.answers = False

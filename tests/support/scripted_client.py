@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +32,11 @@ class ScriptedClient:
         self.polls = 0
         self.calls: list[str] = []
         self.acks = Acks()
+        self.news: Counter[str] = Counter()
+
+    def tell(self, count: Callable[[str, int], None]) -> None:
+        while self.news:
+            count(*self.news.popitem())
 
     def set_acks(self, acks: Acks) -> None:
         self.acks = acks

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,7 @@ class ScriptedNode:
         self.saved: Counter[Key] = Counter()
         self.lost: Counter[Key] = Counter()  # kept by the mask, but null by then
         self.jobs: list[hot.Job] = []
+        self.news: Counter[str] = Counter()  # what the client counted and did not tell yet
         self.closed = False
 
     # --- the client's interface --------------------------------------------------------------
@@ -132,6 +134,10 @@ class ScriptedNode:
 
     def rotate(self, version: bytes) -> None:
         self.rotations.append(version)
+
+    def tell(self, count: Callable[[str, int], None]) -> None:
+        while self.news:
+            count(*self.news.popitem())
 
     def set_pace(self, token_ns: int) -> None:
         self.token_ns = token_ns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -106,6 +106,9 @@ class SimClient:
 
     def set_live(self, as_of: int, live: Sequence[int]) -> None:
         self.live = (as_of, list(live))
+
+    def tell(self, count: Callable[[str, int], None]) -> None:
+        """Nothing is counted here."""
 
     def set_pace(self, token_ns: int) -> None:
         self.token_ns = token_ns

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def test_what_waits_for_a_dead_sidecar_never_reaches_the_next(
         filled += 1
         assert filled < 100_000, "a stopped sidecar's queue is bounded"
     assert filled > 1
-    assert client.counts["sends_refused"] == 1
+    assert client.counts["frames_refused"] == 1
     first.kill()
     # Another routing id: the old socket, which may connect after the new one, would take it over.
     second = serve(2, "--endpoint", endpoint, "--first-generation", "2")
@@ -132,6 +133,10 @@ def test_stale_and_foreign_frames_are_dropped(serve: Serve, client_for: Attach) 
     assert [message.admission for message, _ in received(client, link, 1)] == [3]
     assert client.counts["stale_dropped"] == 2
     assert client.counts["garbage_dropped"] == 1
+    told: Counter[str] = Counter()
+    for _ in range(2):  # nothing is told again
+        client.tell(lambda name, number: told.update({name: number}))
+    assert told == {"attaches": 1, "stale_dropped": 2, "garbage_dropped": 1}
 
 
 @pytest.mark.parametrize(

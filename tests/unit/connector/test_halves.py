@@ -229,6 +229,15 @@ def test_silent_job_is_asked_for(
     assert half.results().failed_recving == {"req-1"}
 
 
+def test_what_the_client_counts_is_told_while_jobs_are_open(
+    half: WorkerHalf, client: ScriptedClient
+) -> None:
+    client.news.update({"receive_max": 2})
+    load(half, 1)
+    half.results()
+    assert half.stats.data["receive_max"] == 2
+
+
 def test_error_ends_nothing_but_asks_at_once(half: WorkerHalf, client: ScriptedClient) -> None:
     load(half, 1)
     client.inbox = [hot.Error("internal", "bug", "report it", job=1)]
