@@ -18,7 +18,7 @@ def populate(address: int, total_bytes: int, threads: int) -> bool:
     """Map pages that may be there already, in several threads; contents stay.
 
     Registering touches page by page in one thread, which takes many times as long. Returns False
-    where the kernel has no such call: registering then does it.
+    where the kernel has no such call, or no thread is to be had: registering then does it.
     """
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -27,8 +27,11 @@ def populate(address: int, total_bytes: int, threads: int) -> bool:
         count = min(_piece_bytes, total_bytes - start)
         return not madvise(address + start, count, _POPULATE_WRITE)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="kvferry-touch") as pool:
-        return all(pool.map(one, range(0, total_bytes, _piece_bytes)))
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="kvferry-touch") as pool:
+            return all(pool.map(one, range(0, total_bytes, _piece_bytes)))
+    except RuntimeError:  # can't start new thread; copies would wait for these pages for ever
+        return False
 
 
 def bind_near(bus_id: str, root: Path = SYSTEM) -> int | None:

@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_void_p
@@ -340,6 +341,17 @@ def test_pages_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         place = np.frombuffer(memory, dtype=np.uint8)
         assert pages.populate(place.ctypes.data, 5 * 8192 - 4096, 3)
         assert not pages.populate(place.ctypes.data + 1, 4096, 1), "an odd address is refused"
+        del place
+
+
+def test_without_a_thread_pages_are_left_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with mmap.mmap(-1, 8192) as memory:
+        place = np.frombuffer(memory, dtype=np.uint8)
+        assert not pages.populate(place.ctypes.data, 8192, 2)
         del place
 
 
