@@ -142,6 +142,8 @@ def load_blocks(
 def _in_range(
     group: int, chunks: NDArray[np.int64], blocks: NDArray[np.int32], num_blocks: int
 ) -> NDArray[np.int32] | Fault:
+    if not len(blocks):  # all of the load is there already
+        return blocks
     least, most = least_most(blocks)
     if least < 1 or most >= num_blocks:
         at = int(np.flatnonzero((blocks < 1) | (blocks >= num_blocks))[0])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvferry_connector.wire.hot import TableSlice
 from kvferry_native import mix_keys
+from kvferry_sidecar.masks.kinds import Kind
+from kvferry_sidecar.masks.rules import GroupRule
 from kvferry_sidecar.plan.chunk_keys import keys_of_ends, new_keys
 from kvferry_sidecar.plan.shards import stripe_shape
-from kvferry_sidecar.plan.tables import Fault, pick_blocks, read_tables
+from kvferry_sidecar.plan.tables import Fault, load_blocks, pick_blocks, read_tables
 from support.pipeline_bed import chain, table
 
 NAMESPACE = bytes(range(16))
@@ -114,3 +117,12 @@ def test_the_key_of_a_chunk_is_mixed_from_the_hash_at_its_end():
     keys = new_keys(NAMESPACE, 2, chain(1, 6), hashes_per_unit=3, hash_bytes=32, start=0)
     ends = chain(1, 3, 2) + chain(1, 6, 5)
     assert np.array_equal(keys, mix_keys(NAMESPACE, 2, 0, ends, 32, 0, 1))
+
+
+@pytest.mark.parametrize("ids", [[0, 3], [3]], ids=["positional", "compact"])
+def test_a_load_of_nothing_names_no_block(ids):
+    tables = read_tables([TableSlice(0, 0, len(ids))], table(ids))
+    rule = GroupRule(Kind.MAMBA, 16)
+    found = load_blocks(tables, 0, rule, span=(32, 32), scratch_slots=0, num_blocks=8)
+    assert not isinstance(found, Fault)
+    assert len(found) == 0
