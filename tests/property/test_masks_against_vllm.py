@@ -45,7 +45,6 @@ def run(first: int, count: int) -> tuple[Tally, collections.Counter[frozenset[st
 def check(case: Case, rng: random.Random, tally: Tally) -> None:
     mask_checks.loads(case, rng)
     mask_checks.stores(case, rng)
-    mask_checks.cacheable(case, rng)
     mask_checks.partial_tails(case, rng)
     if rng.random() < 0.5:
         mask_checks.stepping(case, rng, tally)

@@ -12,7 +12,7 @@ import numpy as np
 from kvferry_sidecar.masks import expand, objects, presence, search, store
 from kvferry_sidecar.masks.kinds import FULL_FAMILY, Kind
 from kvferry_sidecar.masks.load import load_mask
-from kvferry_sidecar.masks.rules import Refused
+from kvferry_sidecar.masks.rules import Refused, Rules
 from support.mask_cases import Case
 from support.vllm_managers import prefix_hashes
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.scheduler import (
@@ -117,15 +117,6 @@ def stores(case: Case, rng: random.Random) -> None:
         assert mask[start:].tolist() == expected, (i, tokens, prefill, junction)
 
 
-def cacheable(case: Case, rng: random.Random) -> None:
-    """How many computed tokens may be stored == `get_num_cacheable_tokens`."""
-    for _ in range(3):
-        computed = rng.randint(0, case.tokens_max)
-        for i in case.stored:
-            theirs = case.oracle.coordinator.get_num_cacheable_tokens(computed, i)
-            assert store.cacheable_tokens(case.rules, i, computed) == theirs
-
-
 def partial_tails(case: Case, rng: random.Random) -> None:
     """What a partial tail saves of attention groups == the store connector's puts."""
     rules = case.rules
@@ -151,10 +142,17 @@ def partial_tails(case: Case, rng: random.Random) -> None:
             puts[case.stored[put.group_id]].append((put.block_id - 1, put.num_tokens))
     for i in case.stored:
         ours = objects.partial_tail(
-            rules, i, boundary=objects.prompt_boundary(rules, prefill),
+            rules, i, boundary=_prompt_boundary(rules, prefill),
             computed_tokens=computed, hashed_tokens=hashed,
         )  # fmt: skip
         assert list(zip(ours.chunks.tolist(), ours.ends.tolist(), strict=True)) == puts[i], i
+
+
+def _prompt_boundary(rules: Rules, prefill_tokens: int) -> int:
+    """Return the hash boundary at which a resend of this prompt finds its last state."""
+    proof = prefill_tokens if rules.use_eagle else prefill_tokens - 1
+    boundary = proof // rules.hash_block * rules.hash_block
+    return max(0, boundary - rules.hash_block if rules.use_eagle else boundary)
 
 
 # --- stepping --------------------------------------------------------------------------------
@@ -182,7 +180,7 @@ def stepping(case: Case, rng: random.Random, tally: Tally) -> None:
         tables, hashed = oracle.tables(request), oracle.hashed(request)
         for i in case.stored:
             block = rules.groups[i].block
-            final = store.cacheable_tokens(rules, i, computed)
+            final = oracle.coordinator.get_num_cacheable_tokens(computed, i)
             mask = store.store_mask(rules, i, tokens=final, boundaries=boundaries)
             fresh = range(reached[i], len(mask))
             expected[i] |= {k for k in fresh if mask[k] and tables[i][k]}
@@ -204,7 +202,7 @@ def _states(case: Case) -> list[int]:
 
 def _prompt_state(case: Case, group: int, prompt: int, final: int) -> set[int]:
     """The state at the prompt's last hash boundary, which Mamba keeps whatever the mask says."""
-    boundary = objects.prompt_boundary(case.rules, prompt)
+    boundary = _prompt_boundary(case.rules, prompt)
     block = case.rules.groups[group].block
     state = case.rules.groups[group].kind is Kind.MAMBA
     return {boundary // block - 1} if state and final == boundary and not final % block else set()
@@ -219,7 +217,7 @@ def _check_tails(
         limit = prompt if rules.eagle_by_group[group] else prompt - 1
         place = limit // rules.hash_block * rules.hash_block
     else:
-        place = objects.prompt_boundary(rules, prompt)
+        place = _prompt_boundary(rules, prompt)
     inside = {end for ends in hashed.values() for end in ends if end % rule.block}
     assert inside <= {place}, (group, inside, place)
     tally.hashed_tails += len(inside)
@@ -232,7 +230,7 @@ def _chunks(case: Case, rng: random.Random, prompt: int, junction: int) -> list[
     if states:
         for block in states:
             stops |= set(range(block, prompt, block))
-        stops |= {objects.prompt_boundary(case.rules, prompt), junction} - {0}
+        stops |= {_prompt_boundary(case.rules, prompt), junction} - {0}
     else:
         stops |= {rng.randint(1, prompt) for _ in range(4)}
     ends = [0, *sorted(stops)]
@@ -362,12 +360,20 @@ def _check_complete(case: Case, present: list[Any], ends: Ends, hit: int, limit:
     """A hit is complete; without EAGLE it is the longest complete length."""
     rules = case.rules
     lengths = range(rules.alignment, limit + 1, rules.alignment)
-    complete = [n for n in lengths if objects.is_complete(rules, present, total_tokens=n)]
+    complete = [n for n in lengths if _is_complete(case, present, n)]
     assert complete == [n for n in lengths if all(_serves(case, i, ends[i], n) for i in ends)]
     assert hit == 0 or hit in complete
     if not rules.eagle_ids:
         longest = max(complete, default=0)
         assert hit <= longest if rules.partial else hit == longest
+
+
+def _is_complete(case: Case, present: list[Any], length: int) -> bool:
+    """Whether a request can resume at ``length`` with what is stored in all groups."""
+    return all(
+        objects.needed_objects(case.rules, i, present[i], total_tokens=length) is not None
+        for i in case.stored
+    )
 
 
 def _serves(case: Case, group: int, ends: set[int], length: int) -> bool:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry_sidecar.masks.kinds import Kind
 from kvferry_sidecar.masks.load import load_mask
 from kvferry_sidecar.masks.rules import GroupRule, Refused
 
@@ -66,27 +65,3 @@ def expand_load(
             f"{total_tokens} tokens, and its slot is the null block"
         )
     return Blocks(chunks, ids)
-
-
-def expand_save(
-    rule: GroupRule, table: Ids, chunks: NDArray[np.int64], *, tokens: int
-) -> Blocks | Refused:
-    """Return the sources among ``chunks`` that the table still holds.
-
-    ``tokens`` are computed after the step. A chunk that is null by now is left out: it left the
-    window. Nothing for Mamba (states come by hand-off: its table is not append-only). Refused for
-    a compact table, which does not say which chunks it holds, and for chunks not yet computed.
-    """
-    if not rule.stored or rule.kind is Kind.MAMBA or not len(chunks):
-        return Blocks(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    slots = np.asarray(table, dtype=np.int64)
-    if int(chunks[-1]) >= tokens // rule.block:
-        return Refused(f"chunk {int(chunks[-1])} is not whole after {tokens} tokens")
-    if len(slots) < -(-tokens // rule.block):
-        return Refused(
-            f"{len(slots)} slots of a {rule.kind} group at {tokens} tokens: a compact table does "
-            "not say which chunks it holds"
-        )
-    ids = slots[chunks]
-    held = ids > 0
-    return Blocks(chunks[held], ids[held])

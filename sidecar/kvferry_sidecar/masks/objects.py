@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from kvferry_sidecar.masks.kinds import Kind
 from kvferry_sidecar.masks.load import needed_chunks
-from kvferry_sidecar.masks.presence import Presence
 from kvferry_sidecar.masks.rules import Refused, Rules
 
 
@@ -81,24 +80,6 @@ def _tail_end(rules: Rules, group: int, present: NDArray[np.bool_], total_tokens
     last = -(-total_tokens // rule.block) * rule.block // unit
     later = np.flatnonzero(present[first:last])
     return (first + int(later[0]) + 1) * unit if len(later) else 0
-
-
-def is_complete(rules: Rules, present: Presence, *, total_tokens: int) -> bool:
-    """Whether a request can resume at ``total_tokens`` with what is stored in all groups."""
-    if total_tokens % rules.alignment:
-        return False
-    return all(
-        needed_objects(rules, i, present[i], total_tokens=total_tokens) is not None
-        for i, rule in enumerate(rules.groups)
-        if rule.stored
-    )
-
-
-def prompt_boundary(rules: Rules, prefill_tokens: int) -> int:
-    """Return the hash boundary at which a resend of this prompt finds its last state."""
-    proof = prefill_tokens if rules.use_eagle else prefill_tokens - 1
-    boundary = proof // rules.hash_block * rules.hash_block
-    return max(0, boundary - rules.hash_block if rules.use_eagle else boundary)
 
 
 def partial_tail(

@@ -1,6 +1,6 @@
 """Which chunks are worth storing, per kind of group.
 
-Source: `reachable_block_mask`, `replay_boundaries` and `get_num_cacheable_tokens` of vLLM 0.32.
+Source: `reachable_block_mask` and `replay_boundaries` of vLLM 0.32.
 What is kept decides which hits exist later, never whether a hit is right: an external store may
 keep more (a denser retention), and loads stay exact.
 """
@@ -43,9 +43,9 @@ def store_mask(
 ) -> NDArray[np.bool_]:
     """Return (n,) with n = floor(tokens / block), whole chunks only: True where it is kept.
 
-    ``tokens`` are confirmed tokens (`cacheable_tokens`). Of a Mamba group the mask says which
-    boundaries are kept; the states themselves come from hand-offs only. (0,) for groups that
-    are not stored.
+    ``tokens`` are confirmed tokens: the engine's `get_num_cacheable_tokens`. Of a Mamba group the
+    mask says which boundaries are kept; the states themselves come from hand-offs only. (0,) for
+    groups that are not stored.
     """
     rule = rules.groups[group]
     if not rule.stored:
@@ -96,25 +96,6 @@ def _state_mask(
         if 0 <= chunk < chunks:
             mask[chunk] = True
     return mask
-
-
-def cacheable_tokens(rules: Rules, group: int, computed_tokens: int) -> int:
-    """Return how many of the computed tokens may be stored for this group.
-
-    Hits end at multiples of S, so what lies past the last one waits (with partial hits nothing
-    does). An EAGLE group keeps one block more, and nothing that may still be rewritten.
-    """
-    final = max(0, computed_tokens - rules.reprefill)
-    if len(rules.groups) == 1:
-        return final
-    aligned = _align(rules, computed_tokens)
-    if rules.eagle_by_group[group] and aligned > 0:
-        return min(final, _align(rules, final) + rules.groups[group].block)
-    return aligned
-
-
-def _align(rules: Rules, tokens: int) -> int:
-    return tokens if rules.partial else tokens // rules.scheduler_block * rules.scheduler_block
 
 
 def kept_chunks(

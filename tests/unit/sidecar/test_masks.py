@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvferry_sidecar.masks.expand import Blocks, expand_load, expand_save
+from kvferry_sidecar.masks.expand import Blocks, expand_load
 from kvferry_sidecar.masks.kinds import REFUSED_KINDS, Kind, kind_of
 from kvferry_sidecar.masks.load import load_mask, needed_chunks
-from kvferry_sidecar.masks.objects import handed_over, is_complete, needed_objects, partial_tail
+from kvferry_sidecar.masks.objects import handed_over, needed_objects, partial_tail
 from kvferry_sidecar.masks.presence import from_ends
 from kvferry_sidecar.masks.rules import GroupRule, Refused, Rules, check
 from kvferry_sidecar.masks.search import find_hit
@@ -87,8 +87,8 @@ def test_a_sparse_prefix_with_all_its_objects_is_a_full_hit():
     assert hit_tokens(rules, stored, max_tokens=143) == 128
     assert hit_tokens(rules, stored, max_tokens=127) == 0
     present = [from_ends(rules, i, stored[i], hashed_tokens=128) for i in (0, 1)]
-    assert is_complete(rules, present, total_tokens=128)
-    assert not is_complete(rules, present, total_tokens=64)
+    assert needed_objects(rules, 1, present[1], total_tokens=128) is not None
+    assert needed_objects(rules, 1, present[1], total_tokens=64) is None
 
 
 def test_a_ring_has_no_chunks_and_stops_no_hit():
@@ -146,8 +146,6 @@ def test_attention_tails_serve_earlier_boundaries_and_states_do_not():
     assert needed_objects(FINE, 1, state, total_tokens=20).ends.tolist() == [20]
     assert needed_objects(FINE, 1, state, total_tokens=24) is None
     assert needed_objects(FINE, 0, full, total_tokens=32) is None
-    assert is_complete(FINE, [full, state], total_tokens=20)
-    assert not is_complete(FINE, [full, state], total_tokens=24)
 
 
 def test_a_prompt_saves_its_tail_at_the_last_hash_boundary():
@@ -248,15 +246,6 @@ def test_tables_of_neither_shape_are_refused_by_name(rule, table, scratch, reaso
 def test_local_chunks_are_no_destinations():
     blocks = expand_load(FULL, [1, 2, 3, 4], total_tokens=64, local_tokens=32)
     assert (blocks.chunks.tolist(), blocks.ids.tolist()) == ([2, 3], [3, 4])
-
-
-def test_a_save_takes_what_the_table_still_holds_and_is_computed():
-    chunks = np.arange(3)
-    blocks = expand_save(SWA, [0, 12, 13, 14], chunks, tokens=60)
-    assert (blocks.chunks.tolist(), blocks.ids.tolist()) == ([1, 2], [12, 13])
-    assert "not whole" in expand_save(FULL, [1, 2, 3], chunks, tokens=47).reason
-    assert "compact" in expand_save(SWA, [12, 13], chunks, tokens=60).reason
-    assert expand_save(STATE, [1, 2, 3], chunks, tokens=48).chunks.tolist() == []
 
 
 # --- refusals ----------------------------------------------------------------------------------
