@@ -70,16 +70,51 @@ def test_a_save_waits_for_the_word_of_the_stream(sidecar: SidecarUnderTest, gpu:
     memory = GpuKvMemory(gpu)
     with engine_on(sidecar, memory, "fenced") as engine:
         blocks = (1, 2, 3)
-        job = engine.submit(engine.save_job(PROMPT, blocks, step=4))
         memory.done(3)
+        gpu.lazily(True)
+        memory.done(4)  # behind what the stream has to do first
+        job = engine.submit(engine.save_job(PROMPT, blocks, step=4))
         engine.put("another, whose word has come", (7, 8))
         assert not [
             message for message in engine.worker.drain() if getattr(message, "job", 0) == job
         ]
         engine.fill(PROMPT, blocks)
-        memory.done(4)
+        gpu.catch_up()
         assert engine.ended(job).status == "done"
         assert engine.get(PROMPT) == 48
+
+
+def test_a_word_that_is_lost_fails_its_jobs_and_nothing_is_copied(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library().parent))
+    flags = (*GPU, "--set", "limits.fence_ms_max=500")
+    memory = GpuKvMemory(gpu)
+    with (
+        running_sidecar(pool_bytes=16 << 20, flags=flags) as sidecar,
+        engine_on(sidecar, memory, "lost") as engine,
+    ):
+        engine.put(PROMPT)
+        gpu.lazily(True)  # the stream never comes so far
+        memory.bound(5)
+        memory.done(5)
+        engine.fill("lost", (7, 8))
+        engine.wipe((4, 5, 6))
+        wiped = memory.read(5)
+        admission, answer = engine.lease(PROMPT, 3)
+        assert answer.hit_tokens == 48
+        jobs = [
+            engine.submit(engine.save_job("lost", (7, 8), step=5)),
+            engine.submit(engine.load_job(admission, (4, 5, 6), step=5)),
+        ]
+        for job in jobs:
+            outcome = engine.ended(job)
+            assert (outcome.status, outcome.reason) == ("failed", "fence")
+        gpu.catch_up()  # the word comes after all: nothing waits for it any more
+        assert engine.get("lost") == 0
+        assert memory.read(5) == wiped
+        assert engine.get(PROMPT) == 48, "what was saved is as it was"
+        wait_settled(sidecar.run_dir)
 
 
 def test_a_damaged_object_never_reaches_the_gpu(sidecar: SidecarUnderTest, gpu: FakeGpu) -> None:

@@ -27,9 +27,16 @@ from support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
-def sidecar() -> Iterator[SidecarUnderTest]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that holds copies of the sidecar's driver while it is there."""
+    return tmp_path_factory.mktemp("copies") / "hold"
+
+
+@pytest.fixture(scope="module")
+def sidecar(hold: Path) -> Iterator[SidecarUnderTest]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_LIBRARY_PATH", str(library().parent))
+        patch.setenv("FAKE_CUDA_HOLD", str(hold))
         with running_sidecar(pool_bytes=16 << 20, flags=("--set", "copy.gpu=true")) as found:
             yield found
 
@@ -82,6 +89,29 @@ def test_memory_is_closed_with_the_proof_of_death(
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not workers(sidecar), "the worker is proven dead")
         assert mappings(sidecar, pid) == 0, "its whole KV memory would stay allocated"
+    wait_settled(sidecar.run_dir)
+
+
+def test_memory_that_is_copied_is_closed_when_the_copy_has_stopped(
+    sidecar: SidecarUnderTest, hold: Path
+) -> None:
+    """And no sooner: the driver reads and writes it until then."""
+    with engine_of_two(sidecar, "dies-copied") as (engine, child):
+        pid = child.process.pid
+        assert child.do("save copied") == "saved"
+        admission, answer = engine.lease("copied", 3)
+        assert answer.hit_tokens == 48
+        hold.touch()
+        try:
+            assert child.do(f"copy {admission}") == "running"
+            wait_until(hold.with_suffix(".held").exists, "the copy is under way")
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not workers(sidecar), "the worker is proven dead")
+            assert mappings(sidecar, pid) == 1
+            assert read_status(sidecar.run_dir)["pipeline"]["leases"] == 1
+        finally:
+            hold.unlink()
+        wait_until(lambda: mappings(sidecar, pid) == 0, "its memory is closed")
     wait_settled(sidecar.run_dir)
 
 

@@ -2,8 +2,8 @@
 
 Attaches as rank 0 (with memory of the fake GPU where a fourth argument says ``gpu``), then obeys
 lines on stdin: ``save PROMPT`` puts a prompt, ``load ADMISSION`` submits a load of 3 blocks that
-waits for a step which never comes, ``fork`` leaves a child that holds everything, ``again``
-attaches a second time. Answers with one line each.
+waits for a step which never comes, ``copy ADMISSION`` one that waits for none, ``fork`` leaves a
+child that holds everything, ``again`` attaches a second time. Answers with one line each.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def main() -> None:
         if verb == "save":
             engine.put(what)
             print("saved", flush=True)
-        elif verb == "load":
-            job = engine.submit(engine.load_job(int(what), (4, 5, 6), step=99))
+        elif verb in ("load", "copy"):
+            step = 99 if verb == "load" else 0
+            job = engine.submit(engine.load_job(int(what), (4, 5, 6), step=step))
             worker.send(JobStatus(job))
             print(worker.receive(JobState).state, flush=True)
         elif verb == "fork":

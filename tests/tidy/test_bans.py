@@ -30,6 +30,10 @@ BANNED: dict[str, tuple[str, ...]] = {
         "tests/",
     ),
 }
+# A stream that waits for another process hangs with it: the host polls its word, with a deadline.
+GPU_WAITS = re.compile(
+    r"""["'](cu(?:da)?(?:StreamWait|StreamBatchMemOp|LaunchHostFunc|Ipc\w*Event)\w*)"""
+)
 # Tests wait on conditions; only the helper that does so may sleep.
 SLEEPERS = ("tests/support/waiting.py",)
 REASON = re.compile(r"#\s*(?:noqa|type:\s*ignore|pragma: no cover)[^#]*?(?:\s+-\s+|\s+#\s+)\S")
@@ -122,6 +126,26 @@ def test_no_foreign_words() -> None:
         if (match := FOREIGN.search(line))
     ]
     assert not found, found
+
+
+def gpu_waits(source: Source) -> list[str]:
+    in_product = source.path.startswith(("connector/", "sidecar/", "native/"))
+    return [
+        f"{source.path}:{number} {match.group(1)}"
+        for number, line in enumerate(source.lines if in_product else (), 1)
+        if (match := GPU_WAITS.search(line))
+    ]
+
+
+def test_no_stream_waits_for_another_process() -> None:
+    found = [place for source in text_files() for place in gpu_waits(source)]
+    assert not found, found
+
+
+@pytest.mark.parametrize(("call", "complaints"), [("cuStreamWaitValue64_v2", 1), ("cuMemAlloc", 0)])
+def test_the_rule_of_streams_can_fail(call: str, complaints: int) -> None:
+    line = f'driver("{call}", stream)'
+    assert len(gpu_waits(Source("sidecar/made_up.py", line))) == complaints
 
 
 def test_allowed_places_exist() -> None:
