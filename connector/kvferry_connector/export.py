@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvferry_connector.cuda import Driver, StreamWords
 from kvferry_connector.half import MemoryHandle
+from kvferry_connector.log import LOGGER
 from kvferry_connector.wire.attach import CudaMemory, Memory, attach_fds_max
 from kvferry_connector.wire.names import (
     BOUND_STEP_OFFSET,
@@ -30,6 +32,7 @@ from kvferry_connector.wire.names import (
     FENCE_PAGE_BYTES,
 )
 
+logger = logging.getLogger(LOGGER)
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _BOUND, _DONE = BOUND_STEP_OFFSET // 8, DONE_STEP_OFFSET // 8
@@ -155,7 +158,10 @@ class KvMemory:
 
 
 class _ServeZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is not followed by mypy
-    """Inside the ``with``: large CPU int8 zeros come from ``allocate``, all else is torch's."""
+    """Inside the ``with``: large CPU int8 zeros come from ``allocate``, all else is torch's.
+
+    So are those that ``allocate`` has no memory for: the engine starts, and registers nothing.
+    """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         super().__init__()
@@ -172,7 +178,10 @@ class _ServeZeros(TorchFunctionMode):  # type: ignore[misc]  # torch is not foll
         if func is torch.zeros:
             shape = _served_shape(args, options)
             if shape is not None:
-                return self._allocate(prod(shape)).view(shape)
+                try:
+                    return self._allocate(prod(shape)).view(shape)
+                except ExportError as error:
+                    logger.error("kvferry: no cache: %s", error)  # noqa: TRY400 - told whole
         return func(*args, **options)
 
 
