@@ -7,6 +7,7 @@ a sidecar that is complete.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import math
 import os
 import secrets
@@ -67,14 +68,13 @@ def run(loaded: Loaded, read: Callable[[], Loaded]) -> int:
     ``read`` reads the configuration again, as ``loaded`` was read.
     """
     sys.setswitchinterval(thread_switch_s)
+    faulthandler.enable()  # the last words of a crash: a mapped file that was cut off, a bug
     keep_freed_pages()
     threads.check(loaded.config)
     lines = logs.configure(loaded.config.log.level, loaded.config.log.format)
-    log = logs.get_logger("serve")
     with contextlib.ExitStack() as stack:
         stack.callback(lines.flush)
-        app = App(loaded, read, log, stack, lines)
-        return app.run()
+        return App(loaded, read, logs.get_logger("serve"), stack, lines).run()
 
 
 class App:

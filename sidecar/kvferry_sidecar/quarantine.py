@@ -37,7 +37,9 @@ class Quarantine:
             self.namespaces.append(namespace)
         try:
             lines = "".join(f"{one.hex()}\n" for one in self.namespaces)
-            self._path.write_text(lines)
+            fresh = self._path.with_suffix(".new")  # what is known stays where this fails
+            fresh.write_text(lines)
+            fresh.replace(self._path)
         except OSError as error:
             self._log.error("the quarantine is not kept over a restart", reason=error.strerror)
         self._note()

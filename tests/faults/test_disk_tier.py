@@ -160,3 +160,24 @@ def objects_on(sidecar: SidecarUnderTest) -> dict[str, int]:
 def _off(sidecar: SidecarUnderTest) -> dict[str, Any] | None:
     found = tier(sidecar)
     return found if found["state"] == "off" else None
+
+
+def test_an_index_cut_off_under_it_ends_it_with_words_and_the_next_starts_empty(
+    sidecar: SidecarUnderTest, tmp_path: Path
+) -> None:
+    with client_engine(sidecar.run_dir) as engine:
+        epoch = engine.wait_ready()
+        engine.put("before")
+        written(sidecar, 3)
+        os.truncate(tmp_path / "kvferry" / "index" / "data.mdb", 4096)
+        engine.put("after")  # written behind, through pages that are no more
+        assert sidecar.process.process.wait(90) == -signal.SIGBUS
+        assert "Bus error" in sidecar.log.read_text()
+        sidecar.restart()
+        engine.wait_ready(beyond_epoch=epoch)
+        assert tier(sidecar)["state"] == "on"
+        assert "disk index replaced" in sidecar.log.read_text()
+        assert engine.get("before") == 48
+        engine.put("later")
+        written(sidecar, 3)
+        wait_settled(sidecar.run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import msgspec
@@ -227,4 +228,19 @@ def test_the_quarantine_outlives_the_process(tmp_path: Path) -> None:
     first.add(b"n" * 16, "seen again")
     assert degraded
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text() + "no digest\n")
+    assert Quarantine(tmp_path, {}, structlog.get_logger()).namespaces == [b"n" * 16]
+
+
+def test_a_quarantine_that_cannot_be_written_keeps_what_it_had(tmp_path: Path) -> None:
+    first = Quarantine(tmp_path, {}, structlog.get_logger())
+    first.add(b"n" * 16, "seen")
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, former[1]))  # as where no space is left
+    try:
+        with structlog.testing.capture_logs() as lines:
+            first.add(b"m" * 16, "seen")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert "not kept over a restart" in lines[-1]["event"]
+    assert first.namespaces == [b"n" * 16, b"m" * 16]
     assert Quarantine(tmp_path, {}, structlog.get_logger()).namespaces == [b"n" * 16]
