@@ -1,4 +1,7 @@
-"""Commands, files, make targets and settings that a document names are there under that name."""
+"""Commands, files, make targets and settings that a document names are there under that name.
+
+Examples of a configuration are read as one.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ import click
 import pytest
 import yaml
 from kvferry_connector.config import FerryConfig
-from kvferry_sidecar import config
+from kvferry_sidecar import cli, config
 from kvferry_sidecar.cli.commands import kvferry
 from support.sources import DOCUMENTS, ROOT
 
 FENCED = re.compile(r"^ *```[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
+TOML = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?<![\w./-])kvferry +([a-z].*)")
 TARGET = re.compile(r"^make ([a-z-]+)")
 FILE = re.compile(r"[\w./*-]+\.(?:py|pyi|cpp|h|inc|c|md|svg|toml|yaml|tpl)")
@@ -124,3 +128,16 @@ def test_what_it_names_is_there(document: Path) -> None:
 def test_the_rules_can_fail(wrong: str) -> None:
     assert misnamed(f"see `{wrong}`, and `kvferry warm FILE`") == [wrong]
     assert misnamed(f"```\n{wrong}\n```") == [wrong]
+
+
+def test_examples_of_a_configuration_have_no_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples = [block for one in DOCUMENTS for block in TOML.findall(one.read_text())]
+    assert len(examples) > 5
+    file = tmp_path / "kvferry.toml"
+    for example in examples:
+        file.write_text(example)
+        assert cli.main(["config", "check", str(file)]) == 0, example + capsys.readouterr().err
+    file.write_text(examples[0].replace("bytes", "byte"))
+    assert cli.main(["config", "check", str(file)]) == 2
