@@ -71,14 +71,14 @@ class Reloader:
             return math.inf
         if now_s >= self._check_s:
             self._check_s = now_s + file_check_s
-            version = _version(self.loaded.file)
-            if version != self._seen:
-                self._seen = version
+            if _version(self.loaded.file) != self._seen:
                 self.reload()
         return self._check_s - now_s
 
     def reload(self, dry_run: bool = False) -> dict[str, object]:
         """Read everything again; returns what changed, or why nothing did."""
+        if not dry_run:
+            self._seen = _version(self.loaded.file)  # before it is read: a later change counts
         try:
             fresh = self._read()
         except ConfigError as error:

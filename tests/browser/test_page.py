@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 
@@ -119,6 +120,33 @@ def test_what_is_not_well_is_said_on_every_view(page, address):
     page.get_by_role("status").get_by_text("paused by an operator").wait_for()
     httpx.post(f"{act}resume-saves", headers=headers, json={}).raise_for_status()
     page.get_by_role("status").get_by_text("ready", exact=True).wait_for()
+
+
+def test_what_seldom_happens_is_shown(browser, address):
+    """A status of this sidecar with a store that is down, saves that found no room, and bounds."""
+    status = httpx.get(f"http://{address}/api/v1/status").json()
+    tier = {
+        "name": "redis cache:6379", "state": "paused", "reason": "connection refused",
+        "calls_open": 7, "calls_late": 0, "counts": {"put_bytes": 3 << 20},
+        "facts": {"transport": "tcp"},
+    }  # fmt: skip
+    more = {"skips": {"pool-full": 5}, "staging": {"stage_bytes_max": 2}, "admissions_dropped": 9}
+    status["pipeline"] |= {"tiers": [tier], **more}
+    body = f"event: status\ndata: {json.dumps(status)}\n\n"
+    page = browser.new_page()
+    page.set_default_timeout(DEADLINE_MS)
+    page.route(
+        "**/api/v1/stream", lambda route: route.fulfill(body=body, content_type="text/event-stream")
+    )
+    page.goto(f"http://{address}/ui/")
+    page.get_by_role("status").get_by_text("redis cache:6379 paused").wait_for()
+    tiers = page.get_by_role("region", name="Slower tiers")
+    for words in ("connection refused", "transport tcp", "put 3.0 MiB"):
+        tiers.get_by_text(words).wait_for()
+    failures = page.get_by_role("region", name="Failures and refusals")
+    for words in ("not saved: pool-full, objects", "bound hit: admissions_max", "stage_bytes_max"):
+        failures.get_by_text(words).wait_for()
+    page.close()
 
 
 def test_a_stream_that_a_proxy_refused_is_asked_for_again(browser, address):

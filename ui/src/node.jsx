@@ -287,9 +287,9 @@ export const Strip = ({ status, trouble }) => (
         <span>
           {status.sessions.filter((s) => s.ready).length} of {status.sessions.length} engines ready
         </span>
-        {(status.pipeline?.tiers ?? []).filter((tier) => tier.facts.transport).map((tier) => (
-          <span key={tier.name}>
-            {tier.name} over {tier.facts.transport}
+        {(status.pipeline?.tiers ?? []).filter((tier) => tier.facts.transport || tier.state !== "on").map((tier) => (
+          <span key={tier.name} class={tier.state === "on" ? "" : "state-bad"}>
+            {tier.name} {tier.state === "on" ? `over ${tier.facts.transport}` : tier.state}
           </span>
         ))}
         {status.traces && <span class={status.traces.error ? "state-bad" : ""}>traces {status.traces.error ? "are lost" : "on"}</span>}

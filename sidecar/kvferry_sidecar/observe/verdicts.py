@@ -160,7 +160,8 @@ def _load(record: Record) -> str:
         return "The load is under way."
     if record.load:
         meaning = EXPLANATIONS[record.load_reason].meaning
-        return f"The load {record.load}: {meaning}; the tokens were computed."
+        after = "the engine computes the tokens, or does as its kv_load_failure_policy says"
+        return f"The load {record.load}: {meaning}; {after}."
     if hit_tokens(record) and record.ended_s:
         return (
             "The engine did not take the hit: the answer came after its time (probe_ms_max), "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvferry_connector.wire.attach import Heartbeat
 from kvferry_connector.wire.hot import Outcome, OutcomeAck, Release
+from kvferry_sidecar.observe import verdicts
 from kvferry_sidecar.stages.breaker import loads_min, trial_every
 from kvferry_sidecar.stages.modes import LoadModes
 from support.pipeline_bed import BLOCK, Bed, Engine, make_engine
@@ -57,6 +58,9 @@ def test_hits_that_lose_are_withheld_and_tried_now_and_then() -> None:
     last = measured(bed, engine, seconds=0.1)
     found = [offered(bed, engine, last + n) for n in range(1, trial_every + 1)]
     assert found == [0] * (trial_every - 1) + [CHUNKS * BLOCK]
+    withheld = bed.pipeline.records.get((engine.session.life, last + 1))
+    told = verdicts.view(withheld, bed.now_s, timeline=False).verdict
+    assert "loading takes this engine longer than computing" in told
     (reading,) = bed.pipeline.snapshot().breaker.values()
     assert (reading.withheld, reading.trials, reading.open) == (trial_every - 1, 1, True)
     assert reading.compute_us == 100.0

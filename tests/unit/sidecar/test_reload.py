@@ -46,6 +46,10 @@ def test_a_change_of_the_file_is_noticed_and_hot_settings_count(file):
     assert applied.limits.ranks_max == config.load(environment={}).config.limits.ranks_max
     assert bench.reloader.loaded.origins["limits.jobs_max"] == f"file {file}"
     assert bench.reloader.loaded.origins["limits.ranks_max"] == "default"
+    file.write_text("[limits]\njobs_max = 51\n")
+    bench.reloader.reload()  # as by a signal
+    bench.reloader.tick(2 * file_check_s)
+    assert len(bench.applied) == 2, "one change is read once"
 
 
 def test_what_is_not_as_on_disk_is_told(file):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvferry_connector.wire.hot import Answer, Ask, Hint, OutcomeAck, Release
 from kvferry_sidecar.limits import Limits
+from kvferry_sidecar.observe import verdicts
 from kvferry_sidecar.plan.shards import stripe_shape
 from kvferry_sidecar.stages.shape import form_of
 from kvferry_sidecar.tiers.runner import Find, Get
@@ -105,6 +106,9 @@ def test_the_answer_comes_in_time_with_what_is_complete():
     bed.pass_s(STAGE_S * 0.51)
     (answer,) = answers(bed)
     assert (answer.hit_tokens, answer.reason) == (slow.batch_max * BLOCK, "staging")
+    record = bed.pipeline.records.get((engine.session.life, 1))
+    told = verdicts.view(record, bed.now_s, timeline=False).verdict
+    assert "the rest of the prefix is in a slower tier and did not reach the pool in time" in told
     snapshot = bed.pipeline.snapshot(bed.now_s)
     assert snapshot.staging["asks_out_of_time"] == 1
     assert snapshot.stage_in_seconds.sum == pytest.approx(STAGE_S * 1.01)
