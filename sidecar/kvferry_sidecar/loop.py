@@ -7,7 +7,7 @@ the tickers run; the shortest time any of them asks for bounds the next wait.
 Three things are unusual:
 
 * The wait is ``select`` on the epoll descriptor: epoll's own timeout counts milliseconds, while a
-  job that polls a fence word wants to be called again within 200 us. (The epoll descriptor is
+  job that polls a fence word wants to be called again within 50 us. (The epoll descriptor is
   made first, so it is far below select's limit of 1024.)
 * A ZeroMQ socket's descriptor only says "look at my state"; the state must be read before every
   wait, whatever was done with the socket in between. Such sources register a ``pending`` check.
