@@ -55,14 +55,14 @@ def _guarded(instead: Callable[..., Any]) -> Callable[[F], F]:
                 return hook(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the cache must never fail the engine
                 self._caught(hook.__name__, error)
-                return instead(self, *args, **kwargs)
+                return instead(self, *args, *kwargs.values())  # it has names of its own
 
         return cast("F", guarded)
 
     return decorate
 
 
-def _nothing(self: FerryConnector, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001 - a hook
+def _nothing(self: FerryConnector, *args: Any) -> None:  # noqa: ARG001 - a hook
     return None
 
 
