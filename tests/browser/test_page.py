@@ -239,11 +239,22 @@ def test_an_action_is_planned_first_and_needs_the_token(page):
     page.get_by_text('done: {"action":"evict","dry_run":false,"bytes":0}').wait_for()
 
 
-def test_the_keyboard_reaches_the_views(page):
+def test_the_keyboard_reaches_the_views_and_decides_on_an_action(page):
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.wait_for_function("location.hash === '#/requests'")
+    page.locator('nav a[href="#/actions"]').press("Enter")
+    page.get_by_role("region", name="Actions").wait_for()
+    page.keyboard.press("Tab")
+    page.keyboard.type(TOKEN)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.get_by_text('{"action":"release-stale","dry_run":true').wait_for()
+    page.keyboard.press("Enter")  # at "Leave it"
+    page.get_by_text('{"action":"release-stale"').wait_for(state="detached")
+    at = page.get_by_role("button", name="release-stale")
+    page.wait_for_function("one => document.activeElement === one", arg=at.element_handle())
 
 
 @both_schemes

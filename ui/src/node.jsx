@@ -1,5 +1,5 @@
 // The node: namespaces and their geometry, events, settings, doctor, actions.
-import { useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { bytes, count, percent, seconds } from "./format.js";
 import { act, bundle, usePoll } from "./live.js";
 import { Panel, Table } from "./parts.jsx";
@@ -164,13 +164,20 @@ const whole = async (name, body, token) => {
 const Action = ({ name, title = name, text, body, token, children }) => {
   const [planned, plan] = useState(null);
   const [told, tell] = useState("");
+  const box = useRef(null);
+  const was = useRef(null);
+  // Whoever has no mouse goes on where the button was: at "Leave it", and afterwards at the button.
+  useLayoutEffect(() => {
+    if (planned || was.current) box.current.querySelector("button:last-of-type").focus();
+    was.current = planned;
+  }, [planned]);
   const run = (dry_run) =>
     whole(name, { ...body, dry_run }, token).then(
       (did) => (dry_run ? plan(did) : (plan(null), tell(`done: ${JSON.stringify(did)}`))),
       (error) => (plan(null), tell(error.message)),
     );
   return (
-    <div class="action">
+    <div class="action" ref={box}>
       <p class="what">
         <strong>{title}</strong> {text} {children}
       </p>
