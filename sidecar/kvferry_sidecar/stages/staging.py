@@ -217,6 +217,7 @@ class Staging:
             look.queue.extendleft(reversed(batch))
             return False
         parts, items = self._reserve(look, batch)
+        self._core.note_evictions(now_s)
         if not items:
             return True
 

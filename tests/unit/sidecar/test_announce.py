@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry_connector.wire.hot import Outcome, OutcomeAck, Removed, Stored
+from kvferry_connector.wire.hot import Answer, Ask, Outcome, OutcomeAck, Removed, Stored
 from kvferry_sidecar.engines.base import CopyStatus
 from kvferry_sidecar.limits import Limits
 from support.pipeline_bed import BLOCK, HASH_BYTES, Bed, chain, make_engine
@@ -63,6 +63,23 @@ def test_what_makes_room_is_told_as_removed():
     save(bed, engine, 2, [1, 2])
     gone = [message.hashes for message in bed.take(Removed, engine.scheduler)]
     assert gone == [{0: names(1, 2), 1: names(1, 2)}]
+
+
+def test_room_for_what_a_slower_tier_has_is_told_too():
+    bed, engine = Bed(slots=4, sources=("disk",)), make_engine(groups=2)
+    engine.session.kv_events = True
+    for prompt in (1, 2):
+        save(bed, engine, prompt, [1, 2])
+        bed.pass_s(0)
+        bed.run_stores()
+    bed.take(Removed)
+    bed.probe(engine, 1, 1, 2)
+    bed.run_stores()
+    bed.say(engine.scheduler, Ask(1, 1, 0, 2 * BLOCK))
+    assert not bed.take(Answer), "it waits for the disk"
+    gone = [message.hashes for message in bed.take(Removed, engine.scheduler)]
+    assert gone == [{0: names(2, 2), 1: names(2, 2)}]
+    bed.run_stores()
 
 
 def test_clearing_the_pool_removes_all_that_was_told():
