@@ -23,6 +23,7 @@ from kvferry_sidecar.masks.search import find_hit
 from kvferry_sidecar.sessions.admissions import Admission
 from kvferry_sidecar.sessions.leases import LeaseKey
 from kvferry_sidecar.sessions.model import Peer
+from kvferry_sidecar.stages.behind import split
 from kvferry_sidecar.stages.shape import GroupShape, SessionShape
 from kvferry_sidecar.tiers.host import HostTier
 
@@ -57,6 +58,7 @@ class Look:
     held_s: float = 0.0  # since when it waits
     until_s: float = 0.0
     span: tuple[int, int] | None = None  # (local, most] tokens of the latest ask
+    stale: bool = True  # ``where`` or ``span`` changed since the queue was planned
     queue: deque[Chunk] = field(default_factory=deque)  # to be fetched, in order of tokens
     open: set[bytes] = field(default_factory=set)  # keys that are being fetched
     calls: int = 0
@@ -118,28 +120,40 @@ def _anywhere(look: Look, pool: HostTier) -> list[NDArray[np.bool_]]:
 
 
 def plan(look: Look, pool: HostTier) -> None:
-    """Queue what the latest ask needs, is somewhere, and is not being fetched, head first."""
-    look.queue.clear()
-    if look.span is None:
+    """Queue what the latest ask needs, is somewhere, and is not being fetched, head first.
+
+    Does nothing while the queue is what it would be: a long prompt has 100,000 chunks.
+    """
+    if not look.stale or look.span is None:
         return
+    look.stale = False
+    look.queue.clear()
     local, most = look.span
     present = _anywhere(look, pool)
     total = find_hit(look.shape.rules, present, max_tokens=max(0, most)).tokens
     if total <= local:
         return
-    wanted: list[tuple[int, Chunk]] = []
+    wanted = []  # per group: where chunks end, in tokens, the group's place, and their rows
     for index, group in enumerate(look.groups):
-        keys = look.admission.keys[index]
         rows = _needed(look.shape.rules, group, present[group.group], (local, total))
-        rows = rows[rows < len(keys)]
-        absent = rows[~pool.present(np.ascontiguousarray(keys[rows]))]
-        wanted += [
-            ((row + 1) * group.unit_tokens, Chunk(index, row))
-            for row in absent.tolist()
-            if look.where[index][row] != _NOWHERE
-        ]
-    wanted.sort()
-    look.queue.extend(at for _, at in wanted if look.key_of(at) not in look.open)
+        rows = _fetchable(look, index, rows, pool)
+        wanted.append(((rows + 1) * group.unit_tokens, np.full(len(rows), index), rows))
+    ends, groups, rows = (np.concatenate(column) for column in zip(*wanted, strict=True))
+    order = np.lexsort((groups, ends))
+    look.queue.extend(map(Chunk, groups[order].tolist(), rows[order].tolist()))
+
+
+def _fetchable(
+    look: Look, index: int, rows: NDArray[np.int64], pool: HostTier
+) -> NDArray[np.int64]:
+    """Return those rows of a group that a tier has, and that are neither here nor on their way."""
+    keys = look.admission.keys[index]
+    rows = rows[rows < len(keys)]
+    rows = rows[look.where[index][rows] != _NOWHERE]
+    rows = rows[~pool.present(np.ascontiguousarray(keys[rows]))]
+    if look.open:
+        rows = rows[[name not in look.open for name in split(keys[rows])]]
+    return rows
 
 
 def _needed(
@@ -183,5 +197,6 @@ def mark(look: Look, at: Chunk, source: str | None) -> None:
     """A chunk was brought from a source, or (None) could not be."""
     if source is None:
         look.where[at.group][at.chunk] = _NOWHERE
+        look.stale = True
     else:
         look.came[at.group][at.chunk] = _SOURCES.index(source)

@@ -98,7 +98,9 @@ class Staging:
 
     def hold(self, look: Look, peer: Peer, ask: Ask, now_s: float) -> bool:
         """Take an ask over; False when waiting would bring nothing more."""
-        look.span = (ask.local_tokens, ask.max_tokens)
+        span = (ask.local_tokens, ask.max_tokens)
+        look.stale = look.stale or span != look.span
+        look.span = span
         looks.plan(look, self._core.pool)
         if look.settled():
             self._let_go(look)
@@ -184,6 +186,7 @@ class Staging:
             return
         for where, at, found in zip(look.where, chunks, result.found, strict=False):
             where[at[np.array(found, np.bool_)]] = number
+            look.stale = True
         if not self._find(look, now_s) and not look.hinted:
             look.hinted = True
             look.hint(looks.reach(look, self._core.pool, look.admission.num_tokens), now_s)

@@ -7,6 +7,7 @@ from kvferry_connector.wire.hot import Answer, Ask, Hint, OutcomeAck, Release
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.observe import verdicts
 from kvferry_sidecar.plan.shards import stripe_shape
+from kvferry_sidecar.stages import looks
 from kvferry_sidecar.stages.shape import form_of
 from kvferry_sidecar.tiers.runner import Find, Get
 from support.pipeline_bed import BLOCK, Bed, make_engine, value_of
@@ -149,6 +150,30 @@ def test_two_requests_for_the_same_prefix_fetch_it_once():
     assert len(slow.of_kind(Get)) == 1
     bed.run_stores()
     assert [(a.admission, a.hit_tokens) for a in answers(bed)] == [(1, 64), (2, 64)]
+
+
+def test_a_long_prompt_is_planned_once_while_what_was_found_comes(monkeypatch):
+    bed, engine = reading(12)
+    tickets = bed.slow[0].of_kind(Get)
+    assert len(tickets) == 3
+    search, planned = looks.find_hit, []
+
+    def find_hit(*args, **kwargs):
+        planned.append(args)
+        return search(*args, **kwargs)
+
+    monkeypatch.setattr(looks, "find_hit", find_hit)
+    for ticket in tickets[:-1]:
+        bed.slow[0].finish(ticket)
+        bed.pipeline.on_stores(bed.now_s)
+    ask(bed, engine)
+    assert not planned
+    bed.slow[0].stored.clear()
+    bed.slow[0].finish(tickets[-1])
+    bed.pipeline.on_stores(bed.now_s)
+    assert len(planned) == 1, "what was found is not there"
+    (answer,) = answers(bed)
+    assert answer.hit_tokens == 8 * BLOCK
 
 
 def test_a_miss_of_what_was_found_shortens_the_answer():
