@@ -7,6 +7,7 @@ not here.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 from support.books import wait_settled
 from support.fake_cuda import FakeGpu, GpuKvMemory, library
 from support.hot_engine import HotEngine, attached
+from support.http import Http
 from support.raw_half import KvMemory, RawHalf
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
@@ -143,6 +145,13 @@ def test_memory_is_closed_when_the_engine_leaves(sidecar: SidecarUnderTest, gpu:
     (use,) = sidecar.status()["gpus"]
     assert use["mapped_bytes"] == memory.cuda.allocation_bytes
     assert 0 < use["free_bytes"] < use["total_bytes"]
+    scraped = Http(sidecar.run_dir / "http.sock").get("/metrics").text
+    found = dict(
+        re.findall(r'^kvferry_gpu_memory_bytes\{gpu="\w+",what="(\w+)"\} (\S+)$', scraped, re.M)
+    )
+    assert found.keys() == {"total", "free", "staging", "mapped"}
+    assert float(found["mapped"]) == use["mapped_bytes"]
+    assert float(found["total"]) == use["total_bytes"]
     for half in halves:
         half.leave()
     wait_until(lambda: device_mappings(sidecar) == 0, "the mapping of the engine's memory ends")

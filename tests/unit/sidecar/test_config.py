@@ -253,6 +253,13 @@ def test_the_documentation_lists_every_key_with_its_default():
     assert not [key for key in rows if "." in key and key not in view and key.islower()]
 
 
+def test_no_setting_turns_a_fence_off():
+    """They say how long a word is waited for, and how often it is read."""
+    of_fences = {key for key in config.KNOWN if "fence" in key}
+    assert of_fences == {"limits.fence_ms_max", "limits.fence_poll_us"}
+    assert not [name for name in FerryConfig.__struct_fields__ if "fence" in name]
+
+
 def test_flags_are_keys():
     assert set(FLAGS) <= set(config.KNOWN)
 

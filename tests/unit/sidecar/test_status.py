@@ -14,6 +14,7 @@ import pytest
 from kvferry_connector.wire.attach import RegisterRank, Shard, StatusReply, encode
 from kvferry_connector.wire.names import NO_VERSION
 from kvferry_sidecar.cli import render
+from kvferry_sidecar.engines.base import GpuUse
 from kvferry_sidecar.observe import status
 from kvferry_sidecar.outcomes.ledger import Totals
 from kvferry_sidecar.sessions.model import Peer, RankGeometry, RankGroup, Session, SessionKey
@@ -164,6 +165,8 @@ def test_the_tables_show_it(monkeypatch):
         },
     }  # fmt: skip
     _, document = build([session(), absent], snapshot)
+    gpu = GpuUse("a1b2", 80 << 30, 3 << 30, 34 << 20, 60 << 30)
+    document = msgspec.structs.replace(document, gpus=[gpu])
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     render.console().print(render.status(document, everything=True))
@@ -171,7 +174,8 @@ def test_the_tables_show_it(monkeypatch):
                   "256 MiB (25%)", "failed/checksum", "hit_tokens", "12,345", "jobs_open.load",
                   "violation: one job too many", "[red]two[/red]/instance",
                   "dtype (half against (absent)) differs", "off: it hangs", "tcp",
-                  "3 MiB"):  # fmt: skip
+                  "3 MiB", "GPU a1b2: 3 GiB of 80 GiB free, 34 MiB staging, 60 GiB of",
+                  "engines mapped"):  # fmt: skip
         assert words in out.getvalue(), out.getvalue()
     assert re.search(r"load copy +25 +25 +25", out.getvalue())
     assert "save copy" not in out.getvalue(), "nothing was saved"
