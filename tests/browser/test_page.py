@@ -95,7 +95,7 @@ WANTED = (
     ("flight", "Slowest jobs", "fence"), ("settings", "Settings in effect", "tiers.host.bytes"),
     ("settings", "Not as on disk", "Nothing: what runs is what is written."),
     ("actions", "Actions", "pause-saves"), ("actions", "Actions", "log-level"),
-    ("doctor", "Doctor", "Download a support bundle"),
+    ("doctor", "Doctor", "Download a support bundle"), ("doctor", "Doctor", "ready; vLLM"),
 )  # fmt: skip
 
 
@@ -147,6 +147,15 @@ def test_what_seldom_happens_is_shown(browser, address):
     for words in ("not saved: pool-full, objects", "bound hit: admissions_max", "stage_bytes_max"):
         failures.get_by_text(words).wait_for()
     page.close()
+
+
+def test_what_is_not_known_is_not_said_to_be_none(page):
+    body = json.dumps({"message": "busy", "remedy": "try again"})
+    page.route("**/api/v1/leases", lambda route: route.fulfill(status=503, body=body))
+    page.locator('nav a[href="#/flight"]').click()
+    leases = page.get_by_role("region", name="Leases")
+    leases.get_by_text("busy; try again").wait_for()
+    assert leases.get_by_text("Not known yet.").count() == 1
 
 
 def test_a_stream_that_a_proxy_refused_is_asked_for_again(browser, address):

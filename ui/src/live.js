@@ -40,7 +40,7 @@ const AGAIN_MS = 3000; // browsers give a stream up that was refused, as behind 
 
 // The status, once a second; `series` holds rates between two of them.
 export const useLive = () => {
-  const [live, set] = useState({ status: null, trouble: "connecting", events: [], series: [] });
+  const [live, set] = useState({ status: null, trouble: "connecting", events: null, series: [] });
   useEffect(() => {
     get("events").then((events) => set((old) => ({ ...old, events })), () => {});
     let source, again;
@@ -55,7 +55,7 @@ export const useLive = () => {
       });
       source.addEventListener("log", (message) => {
         const event = JSON.parse(message.data);
-        set((old) => ({ ...old, events: [...old.events.slice(-499), event] }));
+        set((old) => ({ ...old, events: [...(old.events ?? []).slice(-499), event] }));
       });
       source.addEventListener("unavailable", (message) => {
         heard = Date.now();

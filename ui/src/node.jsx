@@ -54,7 +54,7 @@ const Held = ({ pool }) => {
       <Table
         empty="The pool is empty."
         columns={["namespace", "last engine", "model", "tenant", "objects", "bytes", "of the pool", "quota", "time to live"]}
-        rows={(data ?? []).map((n) => [
+        rows={data?.map((n) => [
           n.namespace.slice(0, 16) || "not known",
           n.engine || "–",
           n.model || "–",
@@ -89,7 +89,7 @@ export const Events = ({ events }) => (
     <Table
       empty="None yet."
       columns={["time", "level", "event", "facts"]}
-      rows={[...events].reverse().map(({ timestamp, level, event, part, ...facts }) => [
+      rows={events && [...events].reverse().map(({ timestamp, level, event, part, ...facts }) => [
         (timestamp ?? "").slice(11, 23),
         level,
         `${part}: ${event}`,
@@ -113,7 +113,7 @@ export const Settings = () => {
         />
       </Panel>
       <Panel title="Settings in effect" wide note={error}>
-        <Table empty="None." columns={["key", "value", "from"]} rows={(data ?? []).map((row) => [row.key, row.value, row.origin])} />
+        <Table empty="None." columns={["key", "value", "from"]} rows={data?.map((row) => [row.key, row.value, row.origin])} />
       </Panel>
     </div>
   );

@@ -79,7 +79,7 @@ const Ranks = ({ status }) => {
             name_of(session),
             place(session, half),
             half.host || "–",
-            half.rank < 0 ? "–" : count(in_flight(name_of(session), half.rank)),
+            half.rank < 0 || !jobs ? "–" : count(in_flight(name_of(session), half.rank)),
             half.message_age_s == null ? "–" : `${seconds(half.message_age_s)} ago`,
             `${seconds(half.beat_age_s)} ago`,
             half.pid,
@@ -296,7 +296,7 @@ const Prefixes = () => {
       <Table
         empty="Nothing has hit yet."
         columns={["first chunk", "hits", "tokens", "longest", "last use", "engine"]}
-        rows={(data ?? []).map((p) => [p.key.slice(0, 8), count(p.hits), count(p.hit_tokens), count(p.longest_tokens), `${seconds(p.last_use_s)} ago`, p.engine])}
+        rows={data?.map((p) => [p.key.slice(0, 8), count(p.hits), count(p.hit_tokens), count(p.longest_tokens), `${seconds(p.last_use_s)} ago`, p.engine])}
       />
     </Panel>
   );

@@ -38,9 +38,10 @@ export const Tiles = ({ rows }) => (
 // Columns that hold sentences wrap; all others stay on one line and the table scrolls.
 const WORDS = new Set(["facts", "found", "remedy", "events", "reason of state", "not shared because", "value", "ranks"]);
 
+// Without rows it says what that means; `rows` undefined: nobody has answered yet.
 export const Table = ({ columns, rows, empty }) =>
-  rows.length === 0 ? (
-    <p class="note">{empty}</p>
+  !rows?.length ? (
+    <p class="note">{rows ? empty : "Not known yet."}</p>
   ) : (
     <div class="scroll" tabIndex={0} role="region" aria-label="table">
       <table>

@@ -27,7 +27,7 @@ export const Requests = ({ query }) => {
       <Table
         empty="None is remembered."
         columns={["request", "age", "prompt", "own", "hit", "load", "reason", "in words"]}
-        rows={(data ?? []).map((r) => [link(r.request), seconds(r.age_s), count(r.prompt_tokens), count(r.local_tokens), count(r.hit_tokens), r.load, r.reason, r.verdict])}
+        rows={data?.map((r) => [link(r.request), seconds(r.age_s), count(r.prompt_tokens), count(r.local_tokens), count(r.hit_tokens), r.load, r.reason, r.verdict])}
       />
     </Panel>
   );
@@ -126,21 +126,21 @@ export const InFlight = ({ traces }) => {
         <Table
           empty="None."
           columns={["age", "kind", "request", "engine", "tokens", "ranks"]}
-          rows={(jobs.data ?? []).map((j) => [seconds(j.age_s), j.kind, link(j.request), j.engine, `${count(j.start_tokens)} to ${count(j.end_tokens)}`, j.ranks.map((r) => `${r.rank}: ${r.state} ${seconds(r.age_s)}`).join(", ")])}
+          rows={jobs.data?.map((j) => [seconds(j.age_s), j.kind, link(j.request), j.engine, `${count(j.start_tokens)} to ${count(j.end_tokens)}`, j.ranks.map((r) => `${r.rank}: ${r.state} ${seconds(r.age_s)}`).join(", ")])}
         />
       </Panel>
       <Panel title="Leases" wide note={leases.error}>
         <Table
           empty="None."
           columns={["idle", "owner", "request", "engine", "objects", "tokens"]}
-          rows={(leases.data ?? []).map((l) => [seconds(l.idle_s), l.job ? `job ${l.job}` : `admission ${l.admission}`, link(l.request), l.engine, count(l.objects), count(l.tokens)])}
+          rows={leases.data?.map((l) => [seconds(l.idle_s), l.job ? `job ${l.job}` : `admission ${l.admission}`, link(l.request), l.engine, count(l.objects), count(l.tokens)])}
         />
       </Panel>
       <Panel title="Slowest jobs" wide note={slow.error || (traces ? `Of the requests that are remembered; traces go to ${traces.endpoint}.` : "Of the requests that are remembered. Traces are off (traces.endpoint).")}>
         <Table
           empty="None has ended yet."
           columns={["took", "kind", "request", "status", "fence", "queue", "copy", "bytes", "ago", ...(traces ? ["trace"] : [])]}
-          rows={(slow.data ?? []).map((j) => [seconds(j.seconds), j.kind, link(j.request), `${j.status} ${j.reason}`, seconds(j.fence), seconds(j.queue), seconds(j.copy), bytes(j.moved_bytes), seconds(j.age_s), ...(traces ? [<code>{j.trace_id || "–"}</code>] : [])])}
+          rows={slow.data?.map((j) => [seconds(j.seconds), j.kind, link(j.request), `${j.status} ${j.reason}`, seconds(j.fence), seconds(j.queue), seconds(j.copy), bytes(j.moved_bytes), seconds(j.age_s), ...(traces ? [<code>{j.trace_id || "–"}</code>] : [])])}
         />
       </Panel>
     </div>

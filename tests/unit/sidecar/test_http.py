@@ -149,6 +149,13 @@ def test_slow_jobs_and_the_geometry_of_an_engine(local, engine):
     assert local.get("/api/v1/groups?engine=none").status == 400
 
 
+@pytest.mark.usefixtures("engine")
+def test_the_doctor_looks_at_the_machine_and_at_the_engines(local):
+    found = {one["check"]: one for one in local.get("/api/v1/doctor").json()}
+    assert found["kernel"]["verdict"] in {"ok", "note", "warn"}
+    assert found["engine raw/one"]["text"].startswith("ready; vLLM ")
+
+
 def test_what_is_open_has_an_age_and_an_owner(local, engine):
     engine.put("open", [1, 2])
     admission, _ = engine.lease("open", 2)

@@ -16,6 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from kvferry_sidecar.doctor.engines import check_engines
+from kvferry_sidecar.doctor.finding import warn
 from kvferry_sidecar.errors import RequestError
 from kvferry_sidecar.observe import verdicts
 from kvferry_sidecar.observe.http import bundle
@@ -210,8 +212,13 @@ class Api:
         return await asyncio.to_thread(desk.drift)
 
     async def doctor(self, _request: Request) -> object:
-        """What `kvferry doctor` finds."""
-        return await asyncio.to_thread(self._window.doctor)
+        """What `kvferry doctor` finds: of the machine, and of the engines that are attached."""
+        found = list(await asyncio.to_thread(self._window.doctor))
+        try:
+            found += check_engines((await self._window.reading()).document)
+        except UnavailableError as error:
+            found.append(warn("engines", str(error), "see /livez and the sidecar's log"))
+        return found
 
     async def act(self, request: Request) -> object:
         """Carry out one action."""
