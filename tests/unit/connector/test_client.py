@@ -136,7 +136,8 @@ def test_stale_and_foreign_frames_are_dropped(serve: Serve, client_for: Attach) 
     told: Counter[str] = Counter()
     for _ in range(2):  # nothing is told again
         client.tell(lambda name, number: told.update({name: number}))
-    assert told == {"attaches": 1, "stale_dropped": 2, "garbage_dropped": 1}
+    assert (told["stale_dropped"], told["garbage_dropped"]) == (2, 1)
+    assert told["attaches"] == 1, "the other thread's"
 
 
 @pytest.mark.parametrize(
