@@ -197,13 +197,13 @@ class Lifeline:
 
     def _attach(self) -> None:
         """Connect, introduce ourselves, register, and publish the link."""
-        if self._hot is None:
-            start_threads(self._context)
         deadline = time.monotonic() + self._config.attach_ms_max / 1000
         try:
             self._stream = stream = AttachStream(attach_path(self._config.run_path()))
         except UntrustedError as error:
             raise _RefusedError(attach.Refused("untrusted", str(error))) from error
+        if self._hot is None:  # and somebody is there: without a sidecar nothing is started
+            start_threads(self._context)
         hello, fds = introduce(self._half, self._memories, self._pidfd)
         stream.send(hello, fds)
         welcome = self._expect(attach.Welcome, deadline)

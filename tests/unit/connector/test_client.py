@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvferry_connector import stream
+from kvferry_connector import lifeline, stream
 from kvferry_connector.client import Client, Half, Link, MemoryHandle
 from kvferry_connector.config import FerryConfig
 from kvferry_connector.log import LOGGER
@@ -326,10 +326,15 @@ def test_receive_waits_no_longer_than_asked(serve: Serve, client_for: Attach) ->
         assert time.perf_counter() - start < 200
 
 
-def test_without_a_sidecar_nothing_blocks(client_for: Attach, tmp_path: Path) -> None:
+def test_without_a_sidecar_nothing_blocks_and_no_thread_is_tried(
+    client_for: Attach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr(lifeline, "start_threads", tried.append)
     client = client_for()
     wait_until(lambda: client.counts["attach_failures"] >= 3, "tries")
     assert (client.link(), client.state, client.silent()) == (None, "away", True)
+    assert tried == []
     gone = Link(1, 1, 1, ())
     start = time.perf_counter()
     assert not client.send(gone, hot.Release([1]))
