@@ -23,7 +23,7 @@ from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.slow_tiers import Policy
 from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.tiers.host import Entries, HostTier
-from kvferry_sidecar.tiers.runner import Call, CallResult, Crcs, Find, Get, SlowTier
+from kvferry_sidecar.tiers.runner import Call, CallResult, Crcs, Find, SlowTier
 
 # Keys that nobody stores, several of them: a store of many servers may lack one for a while.
 _TRIAL = Find((tuple(bytes([number]) * 16 for number in range(8)),), stop=False)
@@ -234,12 +234,3 @@ def publish(pool: HostTier, entries: Entries, crcs: Sequence[Crcs | None]) -> ND
     if not good.all():
         pool.abort(entries[~good])
     return good
-
-
-def moved_bytes(call: Get, result: CallResult) -> int:
-    """Return the payload bytes that a get brought."""
-    return sum(
-        item.form.payload_bytes
-        for item, crcs in zip(call.items, result.crcs, strict=True)
-        if crcs is not None
-    )

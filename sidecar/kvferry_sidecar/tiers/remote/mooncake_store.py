@@ -47,7 +47,6 @@ except ImportError as error:
 _PREFIX = f"kvferry/{VALUE_FORMAT}b/"  # a: the header before the payload
 _METADATA = "P2PHANDSHAKE"  # clients tell each other: no further service
 _RPC_ERRORS = (-900, -901)  # the master is away, or did not answer
-_ABSENT = -704
 _connect_s_max = 1.0
 probe_s_max = 10.0  # for a child process: it imports the library
 _DEVICES = Path("/sys/class/infiniband")
