@@ -91,8 +91,8 @@ def record(folder: Path) -> Recording:
     tape, told = Tape(), folder / "rank"
     describe, send, receive = worker_half.describe_rank, Client.send, Client.receive
 
-    def described(*arguments: Any) -> Any:
-        found = describe(*arguments)
+    def described(*arguments: Any, **more: Any) -> Any:
+        found = describe(*arguments, **more)
         told.write_bytes(msgspec.msgpack.encode(found))
         return found
 
