@@ -24,7 +24,7 @@ from support.raw_half import KvMemory, RawHalf
 from support.sidecar import SidecarUnderTest, running_sidecar
 from support.waiting import wait_until
 
-GPU = ("--set", "copy.gpu=true")
+GPU = ("--set", "copy.gpu=true", "--set", "copy.gpu_share_percent=50")
 PROMPT = "a prompt on a GPU"
 
 
@@ -152,6 +152,16 @@ def test_memory_is_closed_when_the_engine_leaves(sidecar: SidecarUnderTest, gpu:
     assert found.keys() == {"total", "free", "staging", "mapped"}
     assert float(found["mapped"]) == use["mapped_bytes"]
     assert float(found["total"]) == use["total_bytes"]
+    wait_until(
+        lambda: "pinning" in [work["name"] for work in sidecar.status()["ended"]],
+        "the pool is pinned, and told",
+    )
+    wait_until(
+        lambda: len(list(sidecar.run_dir.glob("gpu-*.json"))) == 2, "the ways of copying are kept"
+    )
+    log = sidecar.log.read_text()
+    assert "mode=auto" in log
+    assert "share_percent=50" in log
     for half in halves:
         half.leave()
     wait_until(lambda: device_mappings(sidecar) == 0, "the mapping of the engine's memory ends")

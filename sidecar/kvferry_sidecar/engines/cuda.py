@@ -118,8 +118,11 @@ class CudaCopyEngine:
     def pin(self, driver: Driver, ordinal: int) -> None:
         """Begin to pin the pool, once."""
         if self._pinned is None:
-            threads, moved = self._options.threads, self._pool_moved
-            self._pinned = PinnedPool(driver, self._pool, self._log, threads, moved)
+            options = self._options
+            self._log.info("a GPU is used", mode=options.mode, share_percent=options.share_percent)
+            self._pinned = PinnedPool(
+                driver, self._pool, self._log, options.threads, self._pool_moved
+            )
             self._pinned.start(ordinal)
 
     def pinning(self) -> tuple[int, int]:

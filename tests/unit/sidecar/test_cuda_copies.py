@@ -128,7 +128,7 @@ def test_a_batch_has_few_enough_descriptors(gpu: FakeGpu, driver: Driver) -> Non
 
 
 @pytest.mark.parametrize("width", cuda_kernel.VECTORS)
-@pytest.mark.parametrize("architecture", [80, 90, 100, 103, 120])
+@pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 103, 120])
 def test_every_variant_of_the_kernel_compiles(architecture: int, width: int) -> None:
     image = cuda_kernel.compile_image(architecture, width, 13)
     assert image.startswith(b"\x7fELF"), "machine code, which no driver has to compile"

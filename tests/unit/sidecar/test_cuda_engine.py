@@ -12,6 +12,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import structlog
 from kvferry_connector.wire.attach import Memory
@@ -22,7 +23,7 @@ from kvferry_sidecar.engines.cuda_choice import Ways
 from kvferry_sidecar.engines.cuda_driver import ERRORS, LOST, CudaError, Driver
 from kvferry_sidecar.engines.cuda_lane import Job, Lane
 from kvferry_sidecar.engines.cuda_modes import RectMover
-from kvferry_sidecar.geometry.device import DeviceMemory
+from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 from support.copying import SHAPES, Pool, extents_of, layer_outermost
 from support.fake_cuda import FakeGpu, GpuEngineMemory, driver_with_kernels
 from support.waiting import wait_until
@@ -78,6 +79,14 @@ def two_slices(monkeypatch: pytest.MonkeyPatch, driver: Driver, **options: int) 
     return engine
 
 
+def job_of(layout: CudaLayout, direction: Direction) -> Job:
+    none = np.zeros(0)
+    return Job(
+        9, direction, layout, none.astype(np.int32), none.astype(np.uint64),
+        none.astype(np.uint32), None, False,
+    )  # fmt: skip
+
+
 def test_a_save_stands_back_between_slices_while_there_are_loads(
     gpu: FakeGpu, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +104,15 @@ def test_a_save_stands_back_between_slices_while_there_are_loads(
         engine._moved.notify_all()
     found = wait_until(engine.collect, "the save goes on")
     assert found[0].moved_bytes == 2 * shape.payload_bytes
+    engine.submit(2, Direction.SCATTER, extents_of(layout, [1, 2], [0, 65536], crc=False))
+    wait_until(engine.collect, "the load ends")
+    assert not engine._loads.total(), "and is open no more"
+    engine._loads[1] = 1  # on another GPU
+    assert not engine.gives_way(job_of(layout, Direction.GATHER), 1)
+    engine._loads[0] = 1
+    assert engine.gives_way(job_of(layout, Direction.GATHER), 1)
+    assert not engine.gives_way(job_of(layout, Direction.GATHER), 0), "between slices only"
+    assert not engine.gives_way(job_of(layout, Direction.SCATTER), 1)
     engine.close()
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvferry_sidecar import engines
+from kvferry_sidecar.engines import cuda_kernel
 from kvferry_sidecar.engines.base import Direction
 from kvferry_sidecar.engines.cuda_driver import Driver
 from kvferry_sidecar.engines.cuda_modes import MODES, Mover, movers_of
 from kvferry_sidecar.engines.cuda_parts import Part
 from kvferry_sidecar.geometry.device import CudaLayout, DeviceMemory
 from numpy.typing import NDArray
-from support.copying import GUARD, Shape
+from support.copying import Pool, Shape
 from support.fake_cuda import FakeGpu, bytes_at, driver_with_kernels
 
 _MAP_NORESERVE = 0x4000  # which Python 3.11 does not name
@@ -56,33 +57,30 @@ def there_and_back(
     layout = CudaLayout(memory, *arrays, shape.blocks)
     order = rng.permutation(shape.blocks)
     half = shape.blocks // 2
-    with mmap.mmap(-1, (half + 1) * (shape.payload_bytes + 3)) as pool:
-        pinned = np.frombuffer(pool, np.uint8)
-        pinned[:] = GUARD
-        driver.pin(pinned.ctypes.data, len(pinned))
-        starts = rng.permutation(half) * (shape.payload_bytes + 3) + 1  # any place of the pool
-        hosts = (starts + pinned.ctypes.data).astype(np.int64)
-        pins = np.zeros(half, np.int64)
-        way = mover(driver, name)
+    pool = Pool((half + 1) * (shape.payload_bytes + 3))
+    driver.pin(pool.address, pool.total_bytes)
+    starts = rng.permutation(half) * (shape.payload_bytes + 3) + 1  # any place of the pool
+    hosts = (starts + pool.address).astype(np.int64)
+    pins = np.zeros(half, np.int64)
+    way = mover(driver, name)
 
-        payloads = [shape.read(view[base:], block) for block in order[:half].tolist()]
-        want = pinned.copy()
-        for start, payload in zip(starts.tolist(), payloads, strict=True):
-            want[start : start + len(payload)] = np.frombuffer(payload, np.uint8)
-        way.move(Part(layout, GATHER, order[:half], hosts, pins), STREAM)
-        assert np.array_equal(pinned, want)
+    payloads = [shape.read(view[base:], block) for block in order[:half].tolist()]
+    want = pool.view.copy()
+    for start, payload in zip(starts.tolist(), payloads, strict=True):
+        want[start : start + len(payload)] = np.frombuffer(payload, np.uint8)
+    way.move(Part(layout, GATHER, order[:half], hosts, pins), STREAM)
+    assert np.array_equal(pool.view, want)
 
-        after = view.copy()
-        for block, payload in zip(order[half : 2 * half].tolist(), payloads, strict=True):
-            at = 0
-            for run in shape.runs(block):
-                part = payload[at : at + run.stop - run.start]
-                after[base:][run] = np.frombuffer(part, np.uint8)
-                at += run.stop - run.start
-        way.move(Part(layout, SCATTER, order[half : 2 * half], hosts, pins), STREAM)
-        assert np.array_equal(view, after)
-        driver("cuMemHostUnregister", pinned.ctypes.data)
-        del pinned
+    after = view.copy()
+    for block, payload in zip(order[half : 2 * half].tolist(), payloads, strict=True):
+        at = 0
+        for run in shape.runs(block):
+            part = payload[at : at + run.stop - run.start]
+            after[base:][run] = np.frombuffer(part, np.uint8)
+            at += run.stop - run.start
+    way.move(Part(layout, SCATTER, order[half : 2 * half], hosts, pins), STREAM)
+    assert np.array_equal(view, after)
+    driver("cuMemHostUnregister", pool.address)
     gpu.free_all()
 
 
@@ -160,6 +158,11 @@ def test_nothing_counts_in_32_bits(gpu: FakeGpu, driver: Driver, name: str) -> N
     for place, payload in zip(places.tolist(), reversed(payloads), strict=True):
         assert np.array_equal(far_pool[place : place + len(payload)], payload)
     driver("cuMemHostUnregister", far_pool.ctypes.data)
+
+
+def test_a_launch_is_as_large_as_the_kernel_was_compiled_for() -> None:
+    assert f"__launch_bounds__({cuda_kernel.THREADS})" in cuda_kernel.SOURCE
+    assert cuda_kernel.THREADS % 32 == 0, "whole warps"
 
 
 def test_no_call_goes_to_the_default_stream() -> None:

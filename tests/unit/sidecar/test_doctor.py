@@ -180,6 +180,26 @@ def test_equal_process_ids_are_told_where_cuda_would_refuse_them():
     assert "ranks [1] and the sidecar all have process id 7" in text
 
 
+@pytest.mark.parametrize(
+    ("limit_bytes", "gpu", "rdma", "verdict", "text"),
+    [
+        (-1, True, False, "ok", "may be pinned"),
+        (1 << 30, True, True, "ok", "may be pinned"),
+        (65536, True, False, "warn", "64 KiB: a driver or sandbox"),
+        (65536, False, True, "warn", "64 KiB: the pool cannot be registered"),
+        (65536, False, False, "note", "nothing here needs more"),
+    ],
+)
+def test_locked_memory(tree, tmp_path, monkeypatch, limit_bytes, gpu, rdma, verdict, text):
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (limit_bytes, -1))
+    if rdma:
+        at(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/state")
+    wanted = settings(copy__gpu=str(gpu).lower(), tiers__host__bytes="1GiB")
+    found = machine.check_locked_memory(tree(), wanted)
+    assert (found.verdict, text in found.text) == (verdict, True)
+    assert verdict != "warn" or "LimitMEMLOCK" in found.remedy
+
+
 def test_rdma_ports(tree, tmp_path):
     port = "sys/class/infiniband/mlx5_0/ports/1"
     at(tmp_path, f"{port}/state", "4: ACTIVE")
