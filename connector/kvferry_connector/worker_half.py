@@ -66,7 +66,7 @@ class WorkerHalf:
         self._config = config
         self._rank = int(vllm_config.parallel_config.rank)
         self._memory = KvMemory()
-        self._fence = FencePage()
+        self._fence: FencePage  # once registered: an engine without it has to start, too
         self._client: Client | None = None
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._serial, self._asleep = 0, False
@@ -106,6 +106,7 @@ class WorkerHalf:
             return
         self._kv_caches = kv_caches
         registration = self._describe()
+        self._fence = FencePage()
         if self._memory.driver is not None:
             device = self._memory.device
             self._fence.follow(self._memory.driver, lambda: _current_stream(device), device)

@@ -92,7 +92,6 @@ class SimRank:
             None,
             CONFIG,
         )
-        self.half._fence.close()
         self.half._fence = self.fence
         geometry = RankGeometry(
             1,

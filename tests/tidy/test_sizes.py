@@ -31,8 +31,8 @@ COLUMNS_MAX = 100
 # the context of a GPU's memory on any thread 19, whose start of vLLM a rank is of 4,
 # hashes that a request sends only once 17, room for ZeroMQ's threads 19, where a half lives 3,
 # refusals by a stream that is closed already, or that one may not open 9, what the client
-# counts 9, KV memory that cannot be shared 6).
-CONNECTOR_LINES_MAX = 3672
+# counts 9, KV memory that cannot be shared 7).
+CONNECTOR_LINES_MAX = 3673
 
 # path: lines it had when it went over the goal
 RATCHET: dict[str, int] = {"tests/unit/sidecar/test_segment.py": 419}

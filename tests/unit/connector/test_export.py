@@ -10,14 +10,17 @@ import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kvferry_connector import export
+from kvferry_connector import export, worker_half
+from kvferry_connector.config import FerryConfig
 from kvferry_connector.export import ExportError, FencePage, KvMemory
 from kvferry_connector.wire.attach import Memory
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET
+from support.parallel import parallel_config
 
 MIB = 1 << 20
 
@@ -151,3 +154,19 @@ def test_the_fence_page_is_two_words_of_their_own_cache_lines() -> None:
         assert [word.value for word in words] == [2**63 + 1, 7]
         del words
     page.close()
+
+
+def test_an_engine_that_cannot_share_a_page_starts_and_registers_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise ExportError("no memory is to be had")
+
+    monkeypatch.setattr(export, "_shared_memory", refuse)
+    monkeypatch.setattr(worker_half, "describe_rank", lambda *_, **__: None)
+    vllm_config = SimpleNamespace(parallel_config=parallel_config(0))
+    half = worker_half.WorkerHalf(vllm_config, None, FerryConfig())
+    with pytest.raises(ExportError, match="no memory"):  # entry.py guards it
+        half.register({})
+    assert half.handshake() is None
+    half.shutdown()
