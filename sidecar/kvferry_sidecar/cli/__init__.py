@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from kvferry_sidecar import early_signals
+
 # What the extra `sidecar` brings; the base install is the connector's and lacks all of it.
 _EXTRA = (
     "click",
@@ -20,6 +22,7 @@ _EXTRA = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (errors.ExitCode)."""
+    early_signals.heed_sigterm()
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         print(

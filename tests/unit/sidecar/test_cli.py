@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -282,3 +284,16 @@ def test_the_command_is_installed():
     )
     assert done.returncode == ExitCode.USAGE
     assert "cannot be read" in done.stderr
+
+
+def test_as_the_first_process_of_a_container_every_command_ends_on_sigterm(run, monkeypatch):
+    """The kernel drops what a first process has no handler for."""
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run("version")[0] == ExitCode.OK
+        assert signal.getsignal(signal.SIGTERM) is former
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        assert run("version")[0] == ExitCode.OK
+        assert signal.getsignal(signal.SIGTERM) is not former
+    finally:
+        signal.signal(signal.SIGTERM, former)
