@@ -43,6 +43,7 @@ def gpu() -> Iterator[FakeGpu]:
     gpu.without_batches(False)
     gpu.with_kernels(False)
     gpu.free_all()
+    gpu.unpin_all()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -169,6 +169,14 @@ class FakeGpu:
         """How many copies and launches on a stream have not run yet."""
         return int(self._fake.fake_waiting())
 
+    def catch_up(self) -> None:
+        """Run what is on the stream."""
+        assert self._fake.cuStreamSynchronize(ctypes.c_void_p(7)) == 0
+
+    def unpin_all(self) -> None:
+        """Forget registrations of memory that is gone: its addresses come again."""
+        self._fake.fake_unpin_all()
+
     def free_all(self) -> None:
         """Free what was allocated here, and drop what was opened."""
         self._fake.fake_free_all()
