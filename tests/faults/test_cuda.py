@@ -50,6 +50,12 @@ def device_mappings(sidecar: SidecarUnderTest) -> int:
     return maps.count(f"kvferry-fake-gpu-{os.getpid()}-")  # not its own, in which it tries copies
 
 
+def test_the_driver_begins_before_any_engine_and_no_gpu_is_used(sidecar: SidecarUnderTest) -> None:
+    """It may take seconds, in which the loop would stand; a context costs memory of the GPU."""
+    assert "libcuda.so.1" in Path(f"/proc/{sidecar.process.pid}/maps").read_text()
+    assert sidecar.status()["gpus"] == []
+
+
 def test_what_a_gpu_saved_another_gpu_and_a_host_load_after_a_kill(
     sidecar: SidecarUnderTest, gpu: FakeGpu
 ) -> None:
@@ -210,6 +216,7 @@ def test_a_sidecar_that_serves_no_gpu_says_why_and_serves_hosts(
 ) -> None:
     memory = GpuKvMemory(gpu)
     with running_sidecar(pool_bytes=64 << 20, flags=flags) as sidecar:
+        assert ("no GPU is served so far" in sidecar.log.read_text()) == bool(flags)
         assert text in refusal_of(sidecar, memory).message
         with engine_on(sidecar, KvMemory(), "host") as engine:
             engine.put(PROMPT)

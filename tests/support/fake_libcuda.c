@@ -287,6 +287,7 @@ int cuIpcGetMemHandle(Handle* handle, uint64_t base) {
     if (!context) return INVALID_CONTEXT;
     Range* r = find(base);
     if (!r || r->base != base || r->kind != 1) return INVALID_VALUE;
+    if (r->device != (int)context - 100) return INVALID_CONTEXT;
     memset(handle, 0, sizeof *handle);
     handle->reserved[1] = 1;
     memcpy(handle->reserved + 2, r->name, sizeof r->name);

@@ -79,9 +79,13 @@ def order(job: int, epoch: int = EPOCH) -> JobOrder:
     return JobOrder(job, f"req-{job}", epoch, b"body-%d" % job, (b"tables-%d" % job,))
 
 
-def worker_half_over(client: ScriptedClient, patch: pytest.MonkeyPatch) -> WorkerHalf:
+def worker_half_over(
+    client: ScriptedClient,
+    patch: pytest.MonkeyPatch,
+    describe: Callable[..., Any] = lambda *_, **__: None,
+) -> WorkerHalf:
     """Return a registered worker half of rank 3 that talks to ``client``."""
-    patch.setattr(worker_half, "describe_rank", lambda *_, **__: None)
+    patch.setattr(worker_half, "describe_rank", describe)
     patch.setattr(worker_half, "Client", lambda *_: client)
     vllm_config = SimpleNamespace(
         parallel_config=parallel_config(3),

@@ -54,7 +54,7 @@ class GpuOptions:
 class CudaCopyEngine:
     """Implements `engines.base.CopyEngine`; also opens the memory it copies from and to.
 
-    The driver is loaded with the first memory: a node without GPUs has nothing of it. Wrong
+    A GPU is used from the first memory on it: a node without GPUs has nothing of the driver. Wrong
     extents raise ValueError and start nothing.
     """
 
@@ -77,6 +77,13 @@ class CudaCopyEngine:
         self._lanes: dict[tuple[int, Direction], Lane] = {}
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def begin(self) -> None:
+        """Load the driver before anybody waits: with GPUs that are cold it takes seconds."""
+        try:
+            self._driver = self._driver or Driver()
+        except CudaError as error:
+            self._log.warning("no GPU is served so far", reason=str(error))
 
     def open(self, memory: Memory, life: int, fd: int | None = None) -> DeviceMemory:
         """Map a rank's buffer, and begin to pin the pool and to compare ways of copying.

@@ -29,6 +29,8 @@ class SeveralCopyEngines:
             pool_owner=pool.owner,
         )
         self._cuda = CudaCopyEngine(pool, log, options=options)
+        if gpu:
+            self._cuda.begin()
         self._epoll = select.epoll()
         for engine in (self._host, self._cuda):
             self._epoll.register(engine.wake_fd(), select.EPOLLIN)

@@ -16,8 +16,10 @@ import torch
 from kvferry_connector import cuda, export, worker_half
 from kvferry_connector.cuda import CudaError, Driver
 from kvferry_connector.export import ExportError, FencePage, KvMemory
+from kvferry_connector.meta import FerryMetadata
 from kvferry_connector.wire.names import BOUND_STEP_OFFSET, DONE_STEP_OFFSET, FENCE_PAGE_BYTES
 from support.fake_cuda import FakeGpu, bytes_at, library
+from support.scripted_client import ScriptedClient, order, worker_half_over
 
 CALLS = (
     "cuDeviceGet",
@@ -44,12 +46,14 @@ def driver(gpu: FakeGpu) -> Iterator[Driver]:
 def test_export_names_the_allocation_not_the_buffer(gpu: FakeGpu, driver: Driver) -> None:
     base = gpu.alloc(1 << 20, device=1)
     other = gpu.alloc(1 << 20, device=1)
-    found = driver.export(base + 8192, 1)
+    with driver.on(1):
+        found, whole = driver.export(base + 8192, 1), driver.export(base, 1)
+        next_one = driver.export(other, 1)
     assert (found.offset, found.allocation_bytes, found.pid) == (8192, 1 << 20, os.getpid())
     assert len(found.handle) == 64
-    assert found.handle == driver.export(base, 1).handle
+    assert found.handle == whole.handle
     assert found.device == b"G\0\0\0\0\2" + bytes(9) + b"\7", "a zero byte ends nothing"
-    assert found.buffer_id != driver.export(other, 1).buffer_id
+    assert found.buffer_id != next_one.buffer_id
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def export_on(driver: Driver, address: int, device: int) -> None:
 def test_each_thread_works_in_the_devices_own_context_and_keeps_no_hold(
     gpu: FakeGpu, driver: Driver
 ) -> None:
-    address = gpu.alloc(1 << 20)
+    address = gpu.alloc(1 << 20, device=1)
 
     def work() -> None:
         export_on(driver, address, 1)
@@ -210,6 +214,7 @@ def test_kv_memory_on_a_gpu_is_exported_once(gpu: FakeGpu, monkeypatch: pytest.M
     assert handle.memory.cuda is not None
     assert handle.memory.cuda.offset == 512
     assert memory.driver is not None
+    assert memory.device == 1
     memory.close()
 
 
@@ -310,6 +315,24 @@ def test_the_stream_is_of_the_memorys_device(monkeypatch: pytest.MonkeyPatch) ->
         torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=40 + device)
     )
     assert worker_half._current_stream(1) == 41
+
+
+def test_the_stream_of_the_memorys_device_stores_a_worker_halfs_words(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "Driver", lambda: Driver(str(library())))
+    asked: list[int] = []
+    monkeypatch.setattr(worker_half, "_current_stream", lambda device: asked.append(device) or 0)
+    kv = tensor(gpu.alloc(1 << 16, device=1), 1 << 16)
+    half = worker_half_over(ScriptedClient(), monkeypatch, lambda *what, **_: what[3].find(kv))
+    gpu.lazily(True)
+    half.bind(FerryMetadata(7, (order(1),), (order(2),)))
+    half.end_forward()
+    assert words(half._fence) == (0, 0), "the stream has not come so far"
+    gpu.catch_up()
+    assert words(half._fence) == (7, 7)
+    assert (set(asked), gpu.words_on()) == ({1}, 1)
+    half.shutdown()
 
 
 def test_the_library_is_the_drivers() -> None:
