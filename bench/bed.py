@@ -139,14 +139,14 @@ class Engine:
 class Bed:
     """A pipeline over a pool, and what engines say to it."""
 
-    def __init__(self, pool: native.Pool) -> None:
+    def __init__(self, pool: native.Pool, limits: Limits | None = None) -> None:
         self._sent: list[FromSidecar] = []
         self._numbers = 0
         self.pipeline = Pipeline(
             pool=HostTier(pool),
             copies=_Instant(),
             send=lambda _peer, message: self._sent.append(message),
-            limits=Limits(),
+            limits=limits or Limits(),
             log=_Silent(),
         )
 

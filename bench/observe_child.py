@@ -8,18 +8,19 @@ import sys
 from collections.abc import Callable
 
 from kvferry_sidecar import pipeline
+from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.outcomes.histogram import SECONDS, Histogram
 from kvferry_sidecar.outcomes.ledger import Ledger
 from kvferry_sidecar.stages import journal
 from kvferry_sidecar.stages.curve import Curve
 from kvferry_sidecar.stages.journal import Journal
-from kvferry_sidecar.stages.residence import Residence
 
 import bench.halves as halves
-from bench.bed import NOW_S, Bed, Engine, pool_of
+from bench.bed import NOW_S, Bed, Engine, fill, pool_of
 
 CHUNKS = 64
-KEYS_MAX = 1 << 13
+KEYS_MAX = 1 << 16
+RECORDS = 256  # full after the first rounds, as the pool is from the start
 
 
 def main(mode: str, words: list[str]) -> int:
@@ -54,14 +55,15 @@ def _own_pidfd(pid: int, flags: int = 0) -> int:
 
 def _work(mode: str) -> Callable[[int], None]:
     """Return what does so many rounds."""
-    if mode == "observe":
+    if mode == "turns":
         return _observing
+    if mode == "messages":
+        return _timing
     if mode == "unseen":
         pipeline.Journal = _Nothing  # what is measured
         _silence(Ledger, "_observe")
     if mode in ("unseen", "no-samples"):
         journal.Curve = _NoCurve  # what is measured
-        _silence(Residence, "entered", "left")
     return _Rounds(with_reading=mode == "reading").do
 
 
@@ -89,16 +91,26 @@ class _Nothing(Journal):
 
 
 def _observing(rounds: int) -> None:
-    histogram = Histogram(SECONDS)
+    observe = Histogram(SECONDS).observe
     for _ in range(rounds):
-        histogram.observe(2e-4)
+        observe(2e-4)
+
+
+def _timing(rounds: int) -> None:
+    histogram = Histogram(SECONDS)
+    timer = histogram.begin, histogram.end
+    for _ in range(rounds):
+        timer[0]()
+        timer[1]()
 
 
 class _Rounds:
     """The requests of bench/observe.py, of a pipeline alone."""
 
     def __init__(self, *, with_reading: bool) -> None:
-        self._bed, self._engine = Bed(pool_of(KEYS_MAX)), Engine(0, 1)
+        pool = pool_of(KEYS_MAX)
+        fill(pool, KEYS_MAX)
+        self._bed, self._engine = Bed(pool, Limits(records_max=RECORDS)), Engine(0, 1)
         self._with_reading = with_reading
         self._known = halves.hashes(CHUNKS, seed=0)
         self._bed.save(self._engine, self._known)

@@ -20,7 +20,7 @@ from kvferry_native._native import (
     crc32c,
     crc32c_at,
     mix_keys,
-    observe_each,
+    observer_of,
     page_nodes,
     place_memory,
 )
@@ -45,7 +45,7 @@ __all__ = [
     "crc32c",
     "crc32c_at",
     "mix_keys",
-    "observe_each",
+    "observer_of",
     "page_nodes",
     "place_memory",
 ]

@@ -1,7 +1,7 @@
 """kvferry_native: the shared-memory pool, the copy engine and key mixing (C++20)."""
 
 from typing_extensions import Buffer
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Final
 
 import numpy as np
@@ -122,6 +122,8 @@ class Pool:
         -2: it is being written, -1: nothing is known of it (any more) or there is none, else the
         seconds since it was evicted.
         """
+    def unheard_of(self, keys: NDArray[np.uint8]) -> bool:
+        """Whether the first of ``keys`` is not here, and nothing is known of it (see ``run``)."""
     def lease(self, keys: NDArray[np.uint8], use: bool = True) -> NDArray[np.uint32]:
         """Lease the leading ready keys; returns their entry ids (len <= n).
 
@@ -176,6 +178,11 @@ class Pool:
         """
     def holdings(self) -> list[tuple[int, bytes, int, int]]:
         """Per owner that has entries: its number, name (zeros: nobody), entries, bytes."""
+    def residence(self) -> tuple[list[float], list[int], float]:
+        """How long evicted entries had been ready: bounds in seconds, counts, sum (see Histogram).
+
+        By whole seconds of the wall clock; entries of an earlier process count too.
+        """
     def payload_offsets(self, entries: NDArray[np.uint32]) -> NDArray[np.uint64]:
         """Byte offset of each payload from `address`."""
     def set_crcs(
@@ -354,15 +361,25 @@ class MissCurve:
     def sampled(self) -> float:
         """Share of the keys that are followed."""
 
-def observe_each(histograms: tuple[Histogram, ...], values: tuple[float, ...]) -> None:
-    """Count one value in each. Raises ValueError when there are not as many."""
+def observer_of(*histograms: Histogram) -> Callable[..., None]:
+    """Return a function that counts one value in each. It raises TypeError for another count."""
 
 class Histogram:
-    """Counts of values by bucket; ``bounds`` ascend. Not thread safe."""
+    """Counts of values by bucket; ``bounds`` ascend. Not thread safe.
+
+    Its functions are made anew whenever they are named: who calls them often keeps them.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None: ...
-    def observe(self, value: float) -> None:
+    @property
+    def observe(self) -> Callable[[float], None]:
         """Count one value, in the first bucket whose bound it does not exceed."""
+    @property
+    def begin(self) -> Callable[[], None]:
+        """Begin to measure a time (monotonic)."""
+    @property
+    def end(self) -> Callable[[], None]:
+        """Count the seconds since ``begin``."""
     @property
     def counts(self) -> list[int]:
         """Values per bucket; the last one holds those above every bound."""

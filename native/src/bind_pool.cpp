@@ -150,10 +150,20 @@ std::pair<size_t, double> py_run(PyPool& self, nb::handle keys) {
     const ReadBuffer buffer(keys);
     const KeyView found(buffer.data(), buffer.size() / kvferry::kKeyBytes);
     const Pool& pool = self.get();
-    // Most ask about a miss of the first chunk, and to look at it alone costs a part of the whole.
-    const size_t first = pool.prefix(found.from(0, std::min<size_t>(found.size(), 1)));
-    const size_t run = first == 0 ? 0 : pool.prefix(found);
+    const size_t run = pool.prefix(found);
     return {run, run < found.size() ? absence_of(pool, found[run]) : -1.0};
+}
+
+bool py_unheard_of(PyPool& self, nb::handle keys) {
+    const ReadBuffer buffer(keys);
+    const KeyView found(buffer.data(), std::min<size_t>(buffer.size() / kvferry::kKeyBytes, 1));
+    const Pool& pool = self.get();
+    return found.size() == 1 && pool.prefix(found) == 0 && absence_of(pool, found[0]) == -1.0;
+}
+
+auto py_residence(PyPool& self) {
+    const kvferry::Histogram& seconds = self.get().residence();
+    return std::make_tuple(seconds.bounds(), seconds.counts(), seconds.sum());
 }
 
 nb::bytes py_take_evicted(PyPool& self) {
@@ -295,11 +305,13 @@ void bind_lookups(nb::class_<PyPool>& pool) {
             "keys"_a.noconvert())
         .def("present", &py_present, "keys"_a.noconvert())
         .def("run", &py_run, "keys"_a)
+        .def("unheard_of", &py_unheard_of, "keys"_a)
         .def("payload_offsets", &py_payload_offsets, "entries"_a.noconvert())
         .def("crcs", &py_crcs, "entries"_a.noconvert(), "shard"_a)
         .def("seeds", &py_seeds, "entries"_a.noconvert())
         .def("scan", &py_scan, "first"_a, "count"_a)
         .def("holdings", &py_holdings)
+        .def("residence", &py_residence)
         .def("check", [](PyPool& self) { return self.get().check(); });
 }
 

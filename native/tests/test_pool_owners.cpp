@@ -328,7 +328,33 @@ class Model {
 
 }  // namespace
 
+// Seconds of the wall clock, kept with the entries: told when they are evicted, also after a
+// restart, and not when they are dropped in another way.
+void evicted_entries_tell_how_long_they_were_there() {
+    PoolFixture pool(4, kSlab, 100);
+    const auto stored_before = [&](uint32_t id, uint32_t seconds) {
+        auto* notes = reinterpret_cast<kvferry::Note*>(pool->base() + pool->layout().notes_at);
+        notes[id].stored_s -= seconds;
+    };
+    const std::vector<uint32_t> ids = put(pool, keys_of(0, 5), owner_of(1));
+    stored_before(ids[0], 45);
+    stored_before(ids[1], 500);
+    stored_before(ids[2], 30 * 86'400);
+    stored_before(ids[3], static_cast<uint32_t>(-1000));  // the clock was set back since
+    pool->doom({&ids[4], 1});
+    CHECK(pool->residence().sum() == 0.0);
+    pool.restart();
+    CHECK(pool->evict_to(0, 100) == 4);
+    const std::vector<uint64_t>& counts = pool->residence().counts();
+    const std::vector<uint64_t> wanted = {1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 1};
+    CHECK(counts == wanted);
+    CHECK(pool->residence().sum() >= 45 + 500 + 30 * 86'400);
+    put(pool, keys_of(10, 2), owner_of(1));
+    CHECK(pool->clear() == 2 && pool->residence().counts() == wanted);
+}
+
 int main() {
+    evicted_entries_tell_how_long_they_were_there();
     an_owner_over_its_quota_evicts_its_own();
     what_is_pinned_hard_stays_and_softly_goes_last();
     a_restart_keeps_owners_and_pins();

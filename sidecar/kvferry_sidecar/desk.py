@@ -25,7 +25,7 @@ from kvferry_sidecar.observe.progress import Progress, countdown
 from kvferry_sidecar.observe.reading import LoopView, Reading
 from kvferry_sidecar.observe.status import Document, TracesStatus
 from kvferry_sidecar.observe.traces import Traces
-from kvferry_sidecar.outcomes.records import Hot, Record
+from kvferry_sidecar.outcomes.records import Record
 from kvferry_sidecar.pipeline import Pipeline
 from kvferry_sidecar.reload import Drift, Reloader
 from kvferry_sidecar.sessions.attach import AttachServer
@@ -213,10 +213,6 @@ class Desk:
             if "/".join(session.key) == engine:
                 return self._parts.pipeline.groups(session, total_tokens)
         raise RequestError(f"no engine {engine!r} is attached", "see /api/v1/sessions")
-
-    def prefixes(self, count: int) -> list[Hot]:
-        """Return the prefixes that hit most."""
-        return self._parts.pipeline.prefixes.hottest(count)
 
     def namespaces(self) -> list[NamespaceView]:
         """Return what every namespace has in the pool."""

@@ -106,6 +106,7 @@ class Loop:
         self._last_turn_at_s = self._ticked_at_s = clock()
         self._handler_errors = 0
         self._turn_seconds = Histogram(SECONDS[3:])
+        self._observe_turn = self._turn_seconds.observe
 
     @property
     def last_turn_at_s(self) -> float:
@@ -175,7 +176,7 @@ class Loop:
         next_s = min(self._idle_s_max, next_s - (ended_s - now_s))
         self._turns += 1
         self._longest_turn_s = max(self._longest_turn_s, ended_s - started_s)
-        self._turn_seconds.observe(ended_s - started_s)
+        self._observe_turn(ended_s - started_s)
         self._last_turn_at_s = ended_s
         if self._watchdog is not None:
             self._watchdog.beat()

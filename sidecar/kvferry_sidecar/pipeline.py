@@ -41,7 +41,7 @@ from kvferry_sidecar.engines.base import CopyEngine
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.outcomes.ledger import Ledger
 from kvferry_sidecar.outcomes.reasons import Decline, Reason
-from kvferry_sidecar.outcomes.records import Prefixes, Records
+from kvferry_sidecar.outcomes.records import Records
 from kvferry_sidecar.outcomes.tombstones import Tombstones
 from kvferry_sidecar.policies import Rule
 from kvferry_sidecar.sessions.admissions import Admissions
@@ -312,11 +312,6 @@ class Pipeline:
         """What became of the last requests. Read only; its records may be read by any thread."""
         return self._core.journal.records
 
-    @property
-    def prefixes(self) -> Prefixes:
-        """The prefixes that hit most. Read only."""
-        return self._core.journal.prefixes
-
     def jobs(self, now_s: float) -> list[JobView]:
         """What is open, oldest first."""
         return job_views(self._jobs.runs(), now_s)
@@ -385,7 +380,7 @@ class Pipeline:
             damaged_chunks=core.damaged_chunks,
             breaker=core.breaker.reading(),
             shadow=core.shadows.reading(),
-            residence_seconds=core.residence.reading(),
+            residence_seconds=core.pool.residence(),
             violations=list(self._violations),
             queues=self._jobs.desk.queues(),
             oldest_job_s=self._jobs.oldest_s(now_s),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,6 +78,7 @@ class Transport:
         self.path = Path(endpoint.removeprefix("ipc://"))
         self.counters: Counter[str] = Counter()
         self._seconds: dict[type, Histogram] = {k: Histogram(SECONDS) for k in (Probe, Ask, Submit)}
+        self._timers = {kind: (one.begin, one.end) for kind, one in self._seconds.items()}
         try:
             self._socket = context.socket(zmq.ROUTER)
         except zmq.ZMQError as error:
@@ -188,14 +188,15 @@ class Transport:
             self._refuse(peer, "malformed", str(error), _REMEDY_WIRE)
             return
         peer.last_message_s = now_s
-        timed = self._seconds.get(type(message))
-        began_s = time.perf_counter() if timed is not None else 0.0
+        timer = self._timers.get(type(message))
+        if timer is not None:
+            timer[0]()
         try:
             self._on_message(peer, message, frames[2:], now_s)
         except Exception as error:  # noqa: BLE001 - answered and logged; other halves go on
             self._failed(peer, message, error)
-        if timed is not None:
-            timed.observe(time.perf_counter() - began_s)
+        if timer is not None:
+            timer[1]()
 
     def _refuse(self, peer: Peer, code: str, text: str, remedy: str) -> None:
         self.counters[code] += 1

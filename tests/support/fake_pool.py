@@ -73,6 +73,9 @@ class FakePool:
         at_s = self._evicted_s.get(key)
         return count, -1.0 if at_s is None else self.clock() - at_s
 
+    def unheard_of(self, keys: np.ndarray) -> bool:
+        return self.run(keys[:1]) == (0, -1.0) and len(keys) > 0
+
     def refresh(self, keys: np.ndarray) -> None:
         for key in reversed(keys[: self.prefix(keys)]):
             self._touch(self._index[key.tobytes()])
@@ -235,6 +238,9 @@ class FakePool:
             (number, name, owners.count(name), owners.count(name) * self.slab_bytes)
             for number, name in enumerate(self._owners())
         ]
+
+    def residence(self) -> tuple[list[float], list[int], float]:
+        return [1.0], [0, 0], 0.0
 
     def take_evicted(self) -> bytes:
         taken, self._evicted = self._evicted, b""

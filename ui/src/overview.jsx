@@ -273,8 +273,8 @@ const Evictions = ({ pool, residence, series }) => (
     title="Evictions"
     note={
       total(residence.counts)
-        ? "Stay: from entering the pool to eviction, of one object in 64. A request that misses one says how long ago it went."
-        : "How long objects stay is told once some of this start's have been evicted (one in 64 is watched)."
+        ? "Stay: from entering the pool to eviction, in whole seconds. A request that misses one says how long ago it went."
+        : "How long objects stay is told once some of this start's have been evicted."
     }
   >
     <Facts
@@ -292,7 +292,7 @@ const Evictions = ({ pool, residence, series }) => (
 const Prefixes = () => {
   const { data, error } = usePoll("prefixes?limit=10", 5000);
   return (
-    <Panel title="Hottest prefixes" note={error}>
+    <Panel title="Hottest prefixes" note={error || "Of the requests that are remembered."}>
       <Table
         empty="Nothing has hit yet."
         columns={["first chunk", "hits", "tokens", "longest", "last use", "engine"]}

@@ -1,6 +1,8 @@
 // Counts of values by bucket.
 #pragma once
 
+#include <time.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -22,14 +24,25 @@ class Histogram {
         sum_ += value;
     }
 
+    // The seconds from begin() to end() are a value.
+    void begin() { began_s_ = now_s(); }
+    void end() { observe(now_s() - began_s_); }
+
     const std::vector<double>& bounds() const { return bounds_; }
     const std::vector<uint64_t>& counts() const { return counts_; }
     double sum() const { return sum_; }
 
   private:
+    static double now_s() {
+        timespec now{};
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+    }
+
     std::vector<double> bounds_;  // ascending
     std::vector<uint64_t> counts_;
     double sum_ = 0.0;
+    double began_s_ = 0.0;
 };
 
 }  // namespace kvferry

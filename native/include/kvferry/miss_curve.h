@@ -71,7 +71,7 @@ class MissCurve {
 
     void follow(KeyView keys, uint64_t each_bytes);
     void choose(uint64_t unit_bytes);
-    bool follows(uint64_t key) const { return halvings_ == 0 || key >> (64 - halvings_) == 0; }
+    bool follows(uint64_t key) const { return key <= ~0ull >> halvings_; }
     size_t place(uint64_t key) const;
     void use(uint64_t key, uint64_t new_bytes);
     void settle();

@@ -3,6 +3,7 @@
 // leaves the pool as it was.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "kvferry/histogram.h"
 #include "kvferry/key_mix.h"
 #include "kvferry/pool_buckets.h"
 #include "kvferry/pool_format.h"
@@ -48,6 +50,11 @@ struct PoolStats {
 };
 
 enum class Pin : uint8_t { kNone = 0, kSoft = 1, kHard = 2 };
+
+// Bounds of Pool::residence(), in seconds: up to a week.
+inline constexpr std::array kResidenceBoundsS{1.0,      10.0,      60.0,      300.0,
+                                              900.0,    3600.0,    4 * 3600., 12 * 3600.,
+                                              86'400.0, 3 * 86'400., 7 * 86'400.};
 
 // Who reserves, how many bytes of slots may be theirs, and which group of theirs it is for. The
 // name of zeros is nobody's.
@@ -138,6 +145,8 @@ class Pool {
     std::vector<Holding> holdings() const;
     // The keys that were evicted since the last call, at most kEvictedMax, oldest first.
     std::vector<Key> take_evicted() { return std::exchange(evicted_, {}); }
+    // How long evicted entries had been ready, by the wall clock's whole seconds.
+    const Histogram& residence() const { return residence_s_; }
     // Milliseconds since a key was evicted by this process; -1 where that is not known (any more).
     int64_t evicted_age_ms(const Key& key) const { return ghosts_.age_ms(key); }
 
@@ -176,6 +185,7 @@ class Pool {
     void move_state(Entry& entry, EntryState next);
     void free_entry(uint32_t id);
     static uint32_t unix_s();
+    static uint32_t age_s(const Note& note, uint32_t now_s);
     static uint8_t list_for(const Entry& entry);
     void count_pin(const Entry& entry, bool more);
     void push_free_id(uint32_t id);
@@ -220,6 +230,7 @@ class Pool {
     uint64_t pinned_hard_ = 0;
     uint64_t pinned_hard_units_ = 0;
     uint64_t dropped_before_reuse_ = 0;
+    Histogram residence_s_{{kResidenceBoundsS.begin(), kResidenceBoundsS.end()}};
     Ghosts ghosts_;
     std::vector<Key> evicted_;
     Recovered recovered_;

@@ -96,9 +96,12 @@ double MissCurve::sampled() const {
 void MissCurve::follow(KeyView keys, uint64_t each_bytes) {
     followed_.clear();
     choose(each_bytes);
-    for (size_t row = 0; chosen_ && row < keys.size(); ++row) {
-        const uint64_t key = keys[row].high;
-        if (follows(key)) {
+    if (!chosen_) {
+        return;
+    }
+    const uint64_t last = ~0ull >> halvings_;  // here all keys come by: a comparison for each
+    for (size_t row = 0; row < keys.size(); ++row) {
+        if (const uint64_t key = keys[row].high; key <= last) {
             followed_.push_back({row, key});
         }
     }

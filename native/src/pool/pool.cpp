@@ -156,10 +156,11 @@ void Pool::release(Ids ids) {
 void Pool::commit(Ids ids) {
     require_state(ids, EntryState::kWriting, "commit");
     require_distinct(ids, "commit");
+    const uint32_t now_s = unix_s();
     for (size_t i = ids.size(); i-- > 0;) {
         Entry& entry = entries_[ids[i]];
         touch(entry);
-        notes_[ids[i]].stored_s = unix_s();
+        notes_[ids[i]].stored_s = now_s;
         move_state(entry, EntryState::kReady);
         buckets_.set_ready(ids[i], true);
         lists_.push(ids[i], kInProbation);

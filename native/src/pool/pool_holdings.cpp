@@ -13,6 +13,11 @@ uint32_t Pool::unix_s() {
     return static_cast<uint32_t>(now.tv_sec);
 }
 
+// The clock may have been set back.
+uint32_t Pool::age_s(const Note& note, uint32_t now_s) {
+    return now_s > note.stored_s ? now_s - note.stored_s : 0;
+}
+
 void Pool::pin(Ids ids, Pin level) {
     for (const uint32_t id : ids) {
         known(id);
@@ -48,8 +53,7 @@ uint64_t Pool::scan(uint64_t first, uint64_t count, std::vector<Seen>* out) cons
                         : (entry.flags & kPinSoft) != 0 ? Pin::kSoft
                                                         : Pin::kNone;
         const uint64_t bytes = slabs_.in_class(entry.size_class).units * uint64_t{kUnitBytes};
-        const uint32_t age_s = now > note.stored_s ? now - note.stored_s : 0;
-        out->push_back({id, entry.key, note.owner, note.group, age_s, bytes, pin});
+        out->push_back({id, entry.key, note.owner, note.group, age_s(note, now), bytes, pin});
     }
     return end;
 }

@@ -240,6 +240,7 @@ void Pool::evict(uint32_t id) {
     lists_.remove(id);
     ++evictions_;
     dropped_before_reuse_ += (entries_[id].flags & kLeasedOnce) == 0 ? 1 : 0;
+    residence_s_.observe(age_s(notes_[id], unix_s()));
     ghosts_.note(entries_[id].key);
     if (evicted_.size() < kEvictedMax) {
         evicted_.push_back(entries_[id].key);

@@ -385,7 +385,7 @@ HISTOGRAMS = (
     ),
     Bars(
         "pool_residence_seconds",
-        "How long evicted objects had been in the pool: one in 64, stored since this start.",
+        "How long evicted objects had been in the pool, in whole seconds.",
         ("tier",),
         lambda r: [(("host",), s)] if (s := r.pipeline.residence_seconds) else [],
     ),

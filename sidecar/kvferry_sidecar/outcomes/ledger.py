@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 from kvferry_connector.wire.hot import JobStatusName
-from kvferry_native import observe_each
+from kvferry_native import observer_of
 
 from kvferry_sidecar.outcomes.histogram import BYTES, SECONDS, Histogram, HistogramReading
 from kvferry_sidecar.outcomes.reasons import Reason
@@ -98,7 +98,9 @@ class Ledger:
         self._faults: list[str] = []
         self._bytes = {kind: Histogram(BYTES) for kind in KINDS}
         self._stages = {kind: tuple(Histogram(SECONDS) for _ in STAGES) for kind in KINDS}
-        self._observed = {kind: (self._bytes[kind], *self._stages[kind]) for kind in KINDS}
+        self._observers = {
+            kind: observer_of(self._bytes[kind], *self._stages[kind]) for kind in KINDS
+        }
         self._changed = False  # since the last audit
 
     def accept(self, session: SessionName, part: PartKey, kind: str) -> None:
@@ -195,7 +197,8 @@ class Ledger:
         return found
 
     def _observe(self, kind: str, moved_bytes: int, stages: tuple[float, float, float]) -> None:
-        observe_each(self._observed[kind], (moved_bytes, *stages))
+        fence_s, queue_s, copy_s = stages
+        self._observers[kind](moved_bytes, fence_s, queue_s, copy_s)
 
     def _whole(self) -> _Account:
         """Return the sum over all sessions since the start."""

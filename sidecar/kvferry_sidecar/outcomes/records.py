@@ -7,9 +7,10 @@ is never taken back.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,6 @@ import msgspec
 from kvferry_sidecar.outcomes.reasons import Reason
 
 jobs_max = 32  # of one record; further ones are counted
-prefixes_max = 512  # hottest prefixes that are told apart
 RecordKey = tuple[bytes, int]  # (life of the scheduler half, admission)
 # What an ask was answered: tokens the engine has itself (None: refused without a look), the longest
 # hit that was possible, what was leased, whence, when.
@@ -69,7 +69,7 @@ class Record(msgspec.Struct, eq=False, gc=False):
 
     engine: tuple[str, str]
     request: str
-    admission: int
+    key: RecordKey
     at_s: float
     prompt_tokens: int
     hint: tuple[int, float] | None = None  # its tokens, and when
@@ -78,6 +78,7 @@ class Record(msgspec.Struct, eq=False, gc=False):
     answered: Answered | None = None  # the last one
     asked_again: int = 0
     why: Why = NO_WHY
+    prefix: bytes = b""  # key of its first chunk, where something hit
     load_s: float = 0.0  # the last one was opened
     ended_s: float = 0.0  # the engine forgot it
     jobs: tuple[JobEnd, ...] = ()
@@ -86,6 +87,11 @@ class Record(msgspec.Struct, eq=False, gc=False):
     lost_tokens: int = 0
     trace: str = ""
     trace_id: str = ""  # written by the traces' thread
+
+    @property
+    def admission(self) -> int:
+        """Its number, of the scheduler half's."""
+        return self.key[1]
 
     @property
     def hint_tokens(self) -> int | None:
@@ -183,27 +189,29 @@ class Records:
 
     def __init__(self, records_max: int) -> None:
         self._records_max = records_max
-        self._ring: OrderedDict[RecordKey, Record] = OrderedDict()
-        self.get = self._ring.get  # (key): one record while it is in the ring; asked per message
+        self._ring: deque[Record] = deque()  # oldest first
+        self._named: dict[RecordKey, Record] = {}  # the same ones
+        self.get = self._named.get  # (key): one record while it is in the ring; asked per message
         self.dropped = 0
 
-    def open(self, key: RecordKey, record: Record) -> Record:
+    def open(self, record: Record) -> None:
         """Begin a record; the oldest one goes where the ring is full."""
-        if key in self._ring:
-            self._ring.move_to_end(key)
-        self._ring[key] = record
-        if len(self._ring) > self._records_max:
-            self._ring.popitem(last=False)
+        ring, named, key = self._ring, self._named, record.key
+        if key in named:
+            ring.remove(named[key])  # its hashes came again, which is rare
+        elif len(ring) >= self._records_max:
+            del named[ring.popleft().key]
             self.dropped += 1
-        return record
+        ring.append(record)
+        named[key] = record
 
     def admissions_of(self, life: bytes) -> list[int]:
         """Return the admissions of one scheduler half that are in the ring."""
-        return [admission for owner, admission in self._ring if owner == life]
+        return [admission for owner, admission in self._named if owner == life]
 
     def all(self) -> tuple[Record, ...]:
         """Return the records, oldest first; only pointers are copied."""
-        return tuple(self._ring.values())
+        return tuple(self._ring)
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -221,31 +229,15 @@ class Hot:
     last_use_s: float = 0.0
 
 
-class Prefixes:
-    """Hits by the prompt's first chunk: bounded, the least used one gives way to a new one."""
-
-    def __init__(self, prefixes_max: int = prefixes_max) -> None:
-        self._prefixes_max = prefixes_max
-        self._named: dict[bytes, Hot] = {}
-        self.dropped = 0
-
-    def hit(
-        self, key: bytes, engine: tuple[str, str], tokens: int, total_tokens: int, now_s: float
-    ) -> None:
-        """Count a hit of ``tokens`` that ends at ``total_tokens``."""
-        hot = self._named.get(key)
-        if hot is None:
-            if len(self._named) >= self._prefixes_max:
-                least = min(self._named, key=lambda one: self._named[one].hit_tokens)
-                del self._named[least]
-                self.dropped += 1
-            hot = self._named[key] = Hot(key, engine)
+def hottest(records: Iterable[Record], count: int) -> list[Hot]:
+    """Return the prefixes that were offered most tokens of, by the prompts' first chunks."""
+    found: dict[bytes, Hot] = {}
+    for record in records:
+        if not record.prefix:
+            continue
+        hot = found.setdefault(record.prefix, Hot(record.prefix, record.engine))
         hot.hits += 1
-        hot.hit_tokens += tokens
-        hot.longest_tokens = max(hot.longest_tokens, total_tokens)
-        hot.last_use_s = now_s
-
-    def hottest(self, count: int) -> list[Hot]:
-        """Return those with the most tokens, as they are now."""
-        found = sorted(self._named.values(), key=lambda one: -one.hit_tokens)
-        return [replace(one) for one in found[:count]]
+        hot.hit_tokens += record.offered_tokens - (record.local_tokens or 0)
+        hot.longest_tokens = max(hot.longest_tokens, record.offered_tokens)
+        hot.last_use_s = max(hot.last_use_s, record.answer_s)
+    return heapq.nlargest(count, found.values(), key=lambda one: one.hit_tokens)

@@ -25,7 +25,6 @@ from kvferry_sidecar.stages.journal import Journal
 from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.stages.modes import LoadModes
 from kvferry_sidecar.stages.outbox import Outbox
-from kvferry_sidecar.stages.residence import Residence
 from kvferry_sidecar.stages.shadow import Shadows
 from kvferry_sidecar.stages.shape import SessionShape, session_shape
 from kvferry_sidecar.tiers.host import HostTier, Owner
@@ -53,7 +52,6 @@ class Core:
     breaker: Breaker
     shadows: Shadows
     rules: tuple[Rule, ...] = ()  # per namespace
-    residence: Residence = field(default_factory=Residence)
     draining: bool = False
     saves_paused: bool = False
     declines: Counter[Reason] = field(default_factory=Counter)
@@ -73,11 +71,9 @@ class Core:
         """Return whose a namespace's new objects are."""
         return Owner(namespace, self.bounds_of(namespace).quota_bytes)
 
-    def note_evictions(self, now_s: float) -> None:
-        """Room was made in the pool: say whose objects have left it, and after how long."""
-        evicted = self.pool.take_evicted()
-        self.announcer.left(evicted)
-        self.residence.left(evicted, now_s)
+    def note_evictions(self) -> None:
+        """Room was made in the pool: say whose objects have left it."""
+        self.announcer.left(self.pool.take_evicted())
 
     def closed(self, session: Session) -> Reason | None:
         """Return why lookups of this session find nothing at all, or None."""

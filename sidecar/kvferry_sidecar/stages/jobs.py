@@ -212,7 +212,7 @@ class Jobs:
             opened = self._open(session, shape, job, raw, now_s)
             if isinstance(opened, JobRun):
                 self._enter(opened, digest)
-                self._core.note_evictions(now_s)
+                self._core.note_evictions()
                 self._core.journal.opened(opened, now_s)
             return opened
         if run.digest != digest:

@@ -6,13 +6,13 @@ a stage reads the same without its calls.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 from kvferry_connector.wire.hot import Answer, Ask, JobStatusName, LoadJob, Probe
 
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.outcomes.reasons import Reason
-from kvferry_sidecar.outcomes.records import NO_WHY, JobEnd, Prefixes, Record, Records, Why
+from kvferry_sidecar.outcomes.records import NO_WHY, JobEnd, Record, Records, Why
 from kvferry_sidecar.sessions.admissions import Admission, Keys
 from kvferry_sidecar.sessions.model import Peer, Session
 from kvferry_sidecar.stages.curve import Curve
@@ -39,12 +39,11 @@ class Journal:
         self._pool = pool
         self.records = Records(limits.records_max)
         self._record = self.records.get
-        self.prefixes = Prefixes()
         self.namespaces = Namespaces()
-        self.hit_tokens: Counter[str] = Counter()  # by tier
-        self.miss_tokens: Counter[Reason] = Counter()
-        self.miss_requests: Counter[Reason] = Counter()
-        self.load_tokens: Counter[str] = Counter()  # by how the load ended
+        self.hit_tokens: defaultdict[str, int] = defaultdict(int)  # by tier
+        self.miss_tokens: defaultdict[Reason, int] = defaultdict(int)
+        self.miss_requests: defaultdict[Reason, int] = defaultdict(int)
+        self.load_tokens: defaultdict[str, int] = defaultdict(int)  # by how the load ended
         self.saved_objects = 0
         self.curve = Curve(pool.stats().total_bytes)
 
@@ -63,23 +62,21 @@ class Journal:
 
     # --- lookups ------------------------------------------------------------------------------
 
-    def probed(self, peer: Peer, probe: Probe, admission: Admission, now_s: float) -> None:
-        """Hashes of a request came."""
-        admission.record = self._open(peer, probe, now_s)
+    def probed(self, peer: Peer, probe: Probe, now_s: float) -> Record:
+        """Hashes of a request came; returns its record, for its admission."""
+        session, request = peer.session, probe.request
+        if len(request) > request_chars_max:
+            request = request[:request_chars_max]
+        key = (session.life, probe.admission)
+        record = Record(session.key, request, key, now_s, probe.num_tokens)
+        if probe.trace:
+            record.trace = probe.trace[:trace_chars_max]
+        self.records.open(record)
+        return record
 
     def declined(self, peer: Peer, probe: Probe, now_s: float, reason: Reason) -> None:
         """Hashes of a request came, and were not taken."""
-        self._open(peer, probe, now_s).why = Why(reason)
-
-    def _open(self, peer: Peer, probe: Probe, now_s: float) -> Record:
-        session, number, request = peer.session, probe.admission, probe.request
-        if len(request) > request_chars_max:
-            request = request[:request_chars_max]
-        record = Record(session.key, request, number, now_s, probe.num_tokens)
-        if probe.trace:
-            record.trace = probe.trace[:trace_chars_max]
-        self.records.open((session.life, number), record)
-        return record
+        self.probed(peer, probe, now_s).why = Why(reason)
 
     def hinted(
         self, peer: Peer, probe: Probe, raw: bytes, found: tuple[SessionShape, Admission],
@@ -112,7 +109,7 @@ class Journal:
             record.held_s = now_s
 
     def answered(
-        self, session: Session, shape: SessionShape, admission: Admission, ask: Ask, answer: Answer,
+        self, shape: SessionShape, admission: Admission, ask: Ask, answer: Answer,
         *, now_s: float, first: bool,
     ) -> None:  # fmt: skip
         """An ask was answered by what is stored; ``first``: of this admission."""
@@ -130,9 +127,8 @@ class Journal:
         if answer.sources:
             for tier, count in answer.sources.items():
                 self.hit_tokens[tier] += count
-            first_chunk = admission.keys[0][:1].tobytes()
-            hit = reached - local_tokens
-            self.prefixes.hit(first_chunk, session.key, hit, reached, now_s)
+            if record is not None:
+                record.prefix = admission.keys[0][0].tobytes()
         missed = wanted_tokens - reached
         if missed <= 0:
             return
@@ -218,17 +214,12 @@ class Journal:
         job, work, parts = run.job, run.work, run.parts
         if len(parts) == 1 and not run.absent:  # as in most engines
             (part,) = parts.values()
-            assert part.end is not None, "a settled run is decided"
-            ended: _Ended = (
-                part.end.status,
-                part.end.reason,
-                part.moved_bytes,
-                part.ended_s,
-                part.stages,
-            )
+            end = part.end
+            assert end is not None, "a settled run is decided"
+            status, reason = end.status, end.reason
+            moved_bytes, ended_s, stages = part.moved_bytes, part.ended_s, part.stages
         else:
-            ended = _end_of(run)
-        status, reason, moved_bytes, ended_s, stages = ended
+            status, reason, moved_bytes, ended_s, stages = _end_of(run)
         if isinstance(job, LoadJob):
             end_tokens, start_tokens, objects = job.total_tokens, job.local_tokens, 0
             self.load_tokens[status] += end_tokens - start_tokens
@@ -237,11 +228,10 @@ class Journal:
             objects = work.objects if status is _DONE else 0
             self.saved_objects += objects
         if run.record is not None:
-            end = JobEnd(
+            run.record.settled(JobEnd(
                 work.kind, status, reason, end_tokens, moved_bytes, run.opened_s, ended_s, stages,
                 start_tokens, objects,
-            )  # fmt: skip
-            run.record.settled(end)
+            ))  # fmt: skip
 
 
 def _end_of(run: JobRun) -> _Ended:

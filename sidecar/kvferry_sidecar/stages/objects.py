@@ -235,13 +235,13 @@ class Objects:
 
     def tick(self, now_s: float) -> float:
         """Make room and drop what is too old; returns seconds until wanted again."""
-        return min(self._evict_some(now_s), self._expire_some(now_s))
+        return min(self._evict_some(), self._expire_some(now_s))
 
-    def _evict_some(self, now_s: float) -> float:
+    def _evict_some(self) -> float:
         if self._evict_to_bytes is None:
             return math.inf
         evicted = self._core.pool.evict_to(self._evict_to_bytes, evict_step)
-        self._core.note_evictions(now_s)
+        self._core.note_evictions()
         if evicted == evict_step:
             return 0.0
         self._evict_to_bytes = None

@@ -75,7 +75,7 @@ class Probes:
             self._core.send(peer, Hint(probe.admission, 0, probe.total))
             return
         shape, admission = found
-        self._core.journal.probed(peer, probe, admission, now_s)
+        admission.record = self._core.journal.probed(peer, probe, now_s)
 
         def hint(hit_tokens: int, at_s: float) -> None:
             admission.hint_tokens = hit_tokens
@@ -229,7 +229,7 @@ class Probes:
             return None
         answer = self._fresh_answer(peer, shape, admission, ask, now_s)
         self._core.send(peer, answer)  # before it is counted: an engine waits for it
-        self._count(session, shape, admission, ask, answer, now_s=now_s)
+        self._count(shape, admission, ask, answer, now_s=now_s)
         return None
 
     def _fresh_answer(
@@ -343,13 +343,10 @@ class Probes:
             self._core.journal.unasked(shape, admission)
 
     def _count(
-        self, session: Session, shape: SessionShape, admission: Admission, ask: Ask, answer: Answer,
-        *, now_s: float,
-    ) -> None:  # fmt: skip
+        self, shape: SessionShape, admission: Admission, ask: Ask, answer: Answer, *, now_s: float
+    ) -> None:
         first = not admission.answered
-        self._core.journal.answered(
-            session, shape, admission, ask, answer, now_s=now_s, first=first
-        )
+        self._core.journal.answered(shape, admission, ask, answer, now_s=now_s, first=first)
         if not first:
             return
         admission.answered = True

@@ -160,7 +160,7 @@ class SaveWork:
             if not len(save.entries):
                 continue
             if whole:
-                self._publish(save, max([part.ended_s for part in run.parts.values()]))
+                self._publish(save)
             else:
                 self._core.pool.abort(save.entries)
         if whole and self.objects:
@@ -175,13 +175,12 @@ class SaveWork:
         if self._prefixes:
             refresh(self._core.pool, self._shape, self._prefixes)
 
-    def _publish(self, save: _GroupSave, now_s: float) -> None:
+    def _publish(self, save: _GroupSave) -> None:
         core = self._core
         core.pool.commit(save.entries)
         if core.behind.wanted:
             whose = Whose(self._namespace, save.shape.group)
             core.behind.entered(save.keys, form_of(save.shape.stripe), whose)
-        core.residence.entered(save.keys, now_s)
 
     def _count_stored(self) -> None:
         sizes = [len(save.entries) * save.shape.stripe.payload_bytes for save in self._groups]

@@ -69,5 +69,5 @@ class PipelineSnapshot(msgspec.Struct, frozen=True):
     breaker: dict[str, BreakerReading] = {}  # load or recompute, by engine
     shadow: ShadowReading | None = None  # hits computed and compared
     saves_paused: bool = False  # by an operator
-    residence_seconds: HistogramReading | None = None  # of a sample of what was evicted
+    residence_seconds: HistogramReading | None = None  # of what was evicted
     stage_in_seconds: HistogramReading | None = None  # of asks that waited for slower tiers

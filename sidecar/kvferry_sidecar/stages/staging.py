@@ -312,7 +312,6 @@ class Staging:
             of_part = crcs[at : at + len(part.entries)]
             at += len(of_part)
             good = publish(self._core.pool, part.entries, of_part)
-            self._core.residence.entered(part.keys[good], now_s)
             tier.counts["get_objects"] += int(good.sum())
             tier.counts["get_bytes"] += int(good.sum()) * part.form.payload_bytes
             tier.counts["get_missed"] += int((~good).sum()) if result.started else 0

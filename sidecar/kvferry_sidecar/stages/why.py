@@ -24,7 +24,6 @@ namespaces_asked_max = 32  # looked at after a miss of the whole prompt, the new
 fields_max = 4  # differing fields that are named
 
 _UNKNOWN = Absence.UNKNOWN  # to name it costs Python 3.11 more than a call
-_NOTHING = (0, _UNKNOWN)  # see HostTier.run
 _NEVER = Why(Reason.ABSENT, "not even the first chunk of the prompt is stored")
 
 
@@ -76,9 +75,9 @@ class Namespaces:
     ) -> Why | None:
         """Return where else the prompt's first chunk is kept, and which facts differ; or None."""
         own = session.namespaces.get(session.version)
-        mine = self._known.get(own) if own is not None else None
         if len(self._known) == 1 and own in self._known:
             return None  # nowhere else
+        mine = self._known.get(own) if own is not None else None
         for digest, facts in islice(reversed(self._known.items()), namespaces_asked_max):
             chunk_bytes = facts.hashes_per_unit * hash_bytes
             if digest == own or len(hashes) < chunk_bytes:
@@ -105,7 +104,7 @@ def why_short(
     wanted_tokens: int,
 ) -> Why:
     """Return why a hit ends at ``hit_tokens`` though ``wanted_tokens`` were possible."""
-    if not hit_tokens and shape.whole and pool.run(keys[shape.whole[0]]) == _NOTHING:
+    if not hit_tokens and shape.whole and pool.unheard_of(keys[shape.whole[0]]):
         return _NEVER  # as of most misses
     stored = shape.stored_groups()
     held_tokens, run, place = wanted_tokens, -1, -1

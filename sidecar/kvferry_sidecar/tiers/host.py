@@ -15,6 +15,7 @@ import numpy as np
 from kvferry_native import Pool, PoolFull, PoolStats
 from numpy.typing import NDArray
 
+from kvferry_sidecar.outcomes.histogram import HistogramReading
 from kvferry_sidecar.tiers.store import memory_at
 
 Keys = NDArray[np.uint8]  # (n, 16)
@@ -34,7 +35,8 @@ class Absence(enum.IntEnum):
     UNKNOWN = -1
 
 
-_ABSENCES = {float(one): one for one in Absence}  # a call of an enum takes a microsecond
+# To name a member of an enum costs Python 3.11 more than a call.
+_WRITTEN, _UNKNOWN = Absence.BEING_WRITTEN, Absence.UNKNOWN
 
 
 class Owner(NamedTuple):
@@ -113,7 +115,13 @@ class HostTier:
         The seconds since it was evicted, or another cause; unknown where there is no next one.
         """
         count, told = self._pool.run(keys)
-        return count, told if told >= 0 else _ABSENCES[told]
+        if told >= 0:
+            return count, told
+        return count, _WRITTEN if told == _BEING_WRITTEN else _UNKNOWN
+
+    def unheard_of(self, keys: Keys) -> bool:
+        """Whether not even the first key is here, and nothing is known of it."""
+        return self._pool.unheard_of(keys)
 
     def refresh(self, keys: Keys) -> None:
         """Mark the leading ready keys recently used, the head of the prefix last."""
@@ -237,6 +245,11 @@ class HostTier:
     def take_evicted(self) -> bytes:
         """Keys evicted since the last call, 16 bytes each, oldest first."""
         return self._pool.take_evicted()
+
+    def residence(self) -> HistogramReading:
+        """Seconds that evicted objects had been here, whole ones."""
+        bounds, counts, total_s = self._pool.residence()
+        return HistogramReading(tuple(bounds), counts, total_s)
 
     def stats(self) -> PoolStats:
         """Counters of the pool."""

@@ -25,9 +25,12 @@ def examine(pool: Pool) -> None:
     assert [pool.run(keys_of(n)) for n in (1, 2, 3)] == [(0, -2.0), (1, -1.0), (0, -1.0)]
     assert pool.run(keys_of(2, 1, 2)) == (1, -2.0)
     assert pool.run(keys_of()) == (0, -1.0)
+    assert [pool.unheard_of(keys_of(*some)) for some in ((3, 2), (3,), ())] == [True, True, False]
+    assert not any(pool.unheard_of(keys_of(n, 3)) for n in (1, 2))
     put(pool, *range(10, 40))  # the pool is full now
     put(pool, 50)
     assert not pool.present(keys_of(2))[0]
+    assert not pool.unheard_of(keys_of(2)), "it was evicted"
     pool.commit(writing)
     run, seconds = pool.run(keys_of(1, 2))
     assert run == 1

@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 from kvferry_connector.wire.hot import Release
 from kvferry_connector.wire.names import NO_VERSION
+from kvferry_native import observer_of
 from kvferry_sidecar.limits import Limits
 from kvferry_sidecar.observe import verdicts
 from kvferry_sidecar.outcomes.histogram import Histogram
 from kvferry_sidecar.outcomes.reasons import Reason
-from kvferry_sidecar.outcomes.records import JobEnd, Prefixes, Record, Records, jobs_max
+from kvferry_sidecar.outcomes.records import JobEnd, Record, Records, hottest, jobs_max
 from support import hybrid_bed
 from support.pipeline_bed import BLOCK, Bed, make_engine
 
@@ -216,7 +217,7 @@ def job_end(kind, opened_s, end_tokens=0, **further):
 def test_everything_remembered_is_bounded():
     records = Records(2)
     for number in range(3):
-        records.open((b"l", number), Record(("e", "i"), f"r{number}", number, 0.0, 1))
+        records.open(Record(("e", "i"), f"r{number}", (b"l", number), 0.0, 1))
     assert [record.request for record in records.all()] == ["r1", "r2"]
     assert records.dropped == 1
     record = records.all()[0]
@@ -226,10 +227,36 @@ def test_everything_remembered_is_bounded():
     record.settled(job_end("load", 90.0, end_tokens=64, start_tokens=16))
     assert (len(record.jobs), record.jobs_lost) == (jobs_max, 3)
     assert (record.saved_objects, record.load, record.loaded_tokens) == (2 * 34, "done", 48)
-    prefixes = Prefixes(2)
-    for key, tokens in ((b"a", 5), (b"b", 1), (b"c", 3), (b"a", 5)):
-        prefixes.hit(key, ("e", "i"), tokens, tokens, 1.0)
-    assert [(hot.key, hot.hit_tokens) for hot in prefixes.hottest(9)] == [(b"a", 10), (b"c", 3)]
+
+
+def test_hashes_that_come_again_begin_their_record_anew():
+    records = Records(2)
+    for number, request in ((0, "a"), (1, "b"), (0, "c")):
+        records.open(Record(("e", "i"), request, (b"l", number), 0.0, 1))
+    assert [record.request for record in records.all()] == ["b", "c"]
+    assert (records.get((b"l", 0)), records.dropped) == (records.all()[1], 0)
+    records.open(Record(("e", "i"), "d", (b"l", 2), 0.0, 1))
+    assert [record.request for record in records.all()] == ["c", "d"]
+    assert records.get((b"l", 1)) is None
+
+
+def test_the_hottest_prefixes_are_those_of_most_tokens():
+    asked = (
+        (b"a", 4, 9, 1.0),
+        (b"b", 0, 1, 2.0),
+        (b"c", 0, 3, 3.0),
+        (b"", 0, 0, 4.0),
+        (b"a", 1, 6, 5.0),
+    )
+    found = []
+    for number, (prefix, local_tokens, hit_tokens, at_s) in enumerate(asked):
+        record = Record(("e", "i"), "r", (b"l", number), 0.0, 1, prefix=prefix)
+        record.answered = (local_tokens, 16, hit_tokens, {}, at_s)
+        found.append(record)
+    first, second = hottest(found, 2)
+    assert (first.key, first.hits, first.hit_tokens) == (b"a", 2, 10)
+    assert (first.longest_tokens, first.last_use_s) == (9, 5.0)
+    assert (second.key, second.hit_tokens) == (b"c", 3)
 
 
 def test_a_histogram_counts_up_to_its_bounds():
@@ -242,6 +269,22 @@ def test_a_histogram_counts_up_to_its_bounds():
     assert Histogram((1.0,)).reading().quantile(0.5) == 0.0
     with pytest.raises(ValueError, match="ascend"):
         Histogram((2.0, 1.0))
+    with pytest.raises(TypeError, match="real number"):
+        histogram.observe("much")
+
+
+def test_a_histogram_measures_times_and_counts_beside_others():
+    times, sizes = Histogram((60.0,)), Histogram((10.0,))
+    times.begin()
+    times.end()
+    count_both = observer_of(times, sizes)
+    count_both(70.0, 5)
+    with pytest.raises(TypeError, match="as many values"):
+        count_both(70.0)
+    with pytest.raises(TypeError, match="takes histograms"):
+        observer_of(times, 5.0)
+    assert (times.counts, sizes.counts) == ([1, 1], [1, 0])
+    assert 70.0 < times.sum < 130.0
 
 
 def test_every_reason_of_a_miss_is_one_that_is_explained():

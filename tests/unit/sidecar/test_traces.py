@@ -137,7 +137,7 @@ def test_nothing_of_it_is_imported_where_traces_are_off():
 
 
 def record(number=1, *, status="done", seconds=0.01, trace="", ended=True):
-    one = Record(("e", "i"), f"r{number}", number, 100.0, 64)
+    one = Record(("e", "i"), f"r{number}", (b"l", number), 100.0, 64)
     one.trace = trace
     one.hint, one.load_s = (48, 100.001), 100.1
     reason = Reason.CHECKSUM if status == "failed" else Reason.NONE

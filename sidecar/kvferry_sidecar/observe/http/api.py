@@ -24,7 +24,7 @@ from kvferry_sidecar.observe.http import bundle
 from kvferry_sidecar.observe.http.guard import fault
 from kvferry_sidecar.observe.http.window import UnavailableError, Window
 from kvferry_sidecar.outcomes.ledger import STAGES
-from kvferry_sidecar.outcomes.records import Record
+from kvferry_sidecar.outcomes.records import Record, hottest
 from kvferry_sidecar.stages.objects import Filter, disk_page
 
 PREFIX = "/api/v1"
@@ -114,9 +114,9 @@ class Api:
         return await self._window.ask(lambda desk, now_s: desk.leases(now_s))
 
     async def prefixes(self, request: Request) -> object:
-        """Prefixes that hit most."""
+        """Prefixes that hit most, of the requests that are remembered."""
         count = _number(request, "limit", 20, prefixes_listed_max)
-        found = await self._window.ask(lambda desk, _now_s: desk.prefixes(count))
+        records = await self._window.ask(lambda desk, now_s: desk.records(now_s))
         now_s = time.monotonic()
         return [
             {
@@ -125,7 +125,7 @@ class Api:
                 "engine": "/".join(one.engine),
                 "last_use_s": now_s - one.last_use_s,
             }
-            for one in found
+            for one in hottest(records, count)
         ]
 
     async def namespaces(self, _request: Request) -> object:

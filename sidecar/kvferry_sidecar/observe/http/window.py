@@ -12,7 +12,7 @@ from kvferry_sidecar.observe.mailbox import BusyError, Mailbox
 from kvferry_sidecar.observe.paths import PathsReading
 from kvferry_sidecar.observe.progress import WorkStatus
 from kvferry_sidecar.observe.reading import Reading
-from kvferry_sidecar.outcomes.records import Hot, Record
+from kvferry_sidecar.outcomes.records import Record
 from kvferry_sidecar.stages.objects import Filter, NamespaceView, ObjectsPage
 from kvferry_sidecar.stages.views import GroupView, JobView, LeaseView
 from kvferry_sidecar.stages.warm import WarmReading
@@ -41,9 +41,6 @@ class Desk(Protocol):
 
     def groups(self, engine: str, total_tokens: int) -> list[GroupView]:
         """Return the groups of an engine (loop's thread)."""
-
-    def prefixes(self, count: int) -> list[Hot]:
-        """Return the prefixes that hit most (loop's thread)."""
 
     def namespaces(self) -> list[NamespaceView]:
         """Return what every namespace has in the pool (loop's thread)."""
