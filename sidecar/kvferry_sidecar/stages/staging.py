@@ -220,7 +220,7 @@ class Staging:
             look.queue.extendleft(reversed(batch))
             return False
         parts, items = self._reserve(look, batch)
-        self._core.note_evictions(now_s)
+        self._core.note_evictions()
         if not items:
             return True
 

@@ -165,7 +165,7 @@ class Warmer:
             self.counts["failed"] += len(names)
             self._go_on(now_s)
             return
-        self._core.note_evictions(now_s)
+        self._core.note_evictions()
         self.counts["full"] += reserved.full
         keys, entries = np.ascontiguousarray(keys[reserved.index]), reserved.entries
         if not len(entries) or not tier.on:
