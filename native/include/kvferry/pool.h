@@ -52,8 +52,8 @@ struct PoolStats {
 enum class Pin : uint8_t { kNone = 0, kSoft = 1, kHard = 2 };
 
 // Bounds of Pool::residence(), in seconds: up to a week.
-inline constexpr std::array kResidenceBoundsS{1.0,      10.0,      60.0,      300.0,
-                                              900.0,    3600.0,    4 * 3600., 12 * 3600.,
+inline constexpr std::array kResidenceBoundsS{1.0,      10.0,        60.0,       300.0,
+                                              900.0,    3600.0,      4 * 3600.,  12 * 3600.,
                                               86'400.0, 3 * 86'400., 7 * 86'400.};
 
 // Who reserves, how many bytes of slots may be theirs, and which group of theirs it is for. The
