@@ -28,6 +28,7 @@ class Admission:
     total: int
     last_hash: bytes
     keys: list[Keys]
+    longest_tokens: int  # hit that a request of this length can have
     answered: bool = False
     hint_tokens: int = 0  # of the last hint
     sampled: bool = False  # counted in the curve of misses by the pool's size

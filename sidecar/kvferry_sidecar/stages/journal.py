@@ -7,6 +7,7 @@ a stage reads the same without its calls.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from kvferry_connector.wire.hot import Answer, Ask, JobStatusName, LoadJob, Probe
 
@@ -32,6 +33,14 @@ _NO_TIME = (0.0, 0.0, 0.0)
 _Ended = tuple[JobStatusName, Reason, int, float, tuple[float, float, float]]
 
 
+@dataclass(slots=True)
+class _Misses:
+    """Of one reason. ``requests``: those that missed as a whole."""
+
+    tokens: int = 0
+    requests: int = 0
+
+
 class Journal:
     """Owned by the control loop. Tokens and requests count first answers only."""
 
@@ -41,8 +50,7 @@ class Journal:
         self._record = self.records.get
         self.namespaces = Namespaces()
         self.hit_tokens: defaultdict[str, int] = defaultdict(int)  # by tier
-        self.miss_tokens: defaultdict[Reason, int] = defaultdict(int)
-        self.miss_requests: defaultdict[Reason, int] = defaultdict(int)
+        self._misses: defaultdict[Reason, _Misses] = defaultdict(_Misses)
         self.load_tokens: defaultdict[str, int] = defaultdict(int)  # by how the load ended
         self.saved_objects = 0
         self.curve = Curve(pool.stats().total_bytes)
@@ -51,8 +59,8 @@ class Journal:
         """Return the counts so far."""
         return JournalReading(
             hit_tokens=dict(self.hit_tokens),
-            miss_tokens={str(reason): count for reason, count in self.miss_tokens.items()},
-            miss_requests={str(reason): count for reason, count in self.miss_requests.items()},
+            miss_tokens={str(reason): one.tokens for reason, one in self._misses.items()},
+            miss_requests={str(reason): one.requests for reason, one in self._misses.items()},
             load_tokens=dict(self.load_tokens),
             saved_objects=self.saved_objects,
             records=len(self.records),
@@ -90,7 +98,7 @@ class Journal:
         if hint_tokens:
             return
         # Nobody may ask, and its saves are stored when it ends.
-        wanted_tokens = longest_tokens(shape, admission)
+        wanted_tokens = admission.longest_tokens
         self._sample(shape, admission, (0, wanted_tokens), 0, now_s)
         if record is None or not wanted_tokens:
             return
@@ -153,11 +161,11 @@ class Journal:
         record.answered = (*former[:4], now_s) if former else (None, 0, 0, {}, now_s)
         record.why = Why(reason)
 
-    def unasked(self, shape: SessionShape, admission: Admission) -> None:
+    def unasked(self, admission: Admission) -> None:
         """A request ended at its hint of nothing."""
         record = admission.record
         why = record.why if record is not None else NO_WHY
-        self._missed(record, why, longest_tokens(shape, admission), whole=True)
+        self._missed(record, why, admission.longest_tokens, whole=True)
 
     def used_locally(self, shape: SessionShape, admission: Admission, now_s: float) -> None:
         """A request ended that never asked: the engine had itself what there was."""
@@ -195,9 +203,9 @@ class Journal:
         self.curve.looked_up(keys, shape.whole_unit, span, hit_tokens, now_s)
 
     def _missed(self, record: Record | None, why: Why, tokens: int, *, whole: bool) -> None:
-        reason = why.reason or _ABSENT
-        self.miss_tokens[reason] += tokens
-        self.miss_requests[reason] += whole
+        misses = self._misses[why.reason or _ABSENT]
+        misses.tokens += tokens
+        misses.requests += whole
         if record is not None:
             record.why = why
 
@@ -248,9 +256,3 @@ def _end_of(run: JobRun) -> _Ended:
         if end is not None and end.status is not _DONE:
             status, reason = end.status, end.reason
     return status, reason, moved_bytes, ended_s, stages
-
-
-def longest_tokens(shape: SessionShape, admission: Admission) -> int:
-    """Return the longest hit that a request of this length can have."""
-    align = shape.hit_alignment
-    return (admission.num_tokens - 1) // align * align

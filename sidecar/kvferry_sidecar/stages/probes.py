@@ -24,7 +24,6 @@ from kvferry_sidecar.stages import looks
 from kvferry_sidecar.stages.core import Core
 from kvferry_sidecar.stages.frames import frame_fault
 from kvferry_sidecar.stages.hits import keys_of, needed_of_all, presence, refresh, stored_hit
-from kvferry_sidecar.stages.journal import longest_tokens
 from kvferry_sidecar.stages.shape import SessionShape
 from kvferry_sidecar.stages.staging import Staging
 from kvferry_sidecar.stages.stores import StoreDesk
@@ -160,11 +159,12 @@ class Probes:
             pairs = zip(former.keys, keys, strict=True)
             keys = [np.concatenate((old, new)) if len(new) else old for old, new in pairs]
         last_hash = hashes[-probe.hash_bytes :] if hashes else probe.predecessor
-        kept = self._keep(peer, probe, keys, last_hash)
+        longest_tokens = (probe.num_tokens - 1) // shape.hit_alignment * shape.hit_alignment
+        kept = self._keep(peer, probe, keys, last_hash, longest_tokens)
         return kept if isinstance(kept, Reason) else (shape, kept)
 
     def _keep(
-        self, peer: Peer, probe: Probe, keys: list[Keys], last_hash: bytes
+        self, peer: Peer, probe: Probe, keys: list[Keys], last_hash: bytes, longest_tokens: int
     ) -> Admission | Reason:
         session, admissions = peer.session, self._core.admissions
         known = admissions.get(session.life, probe.admission)
@@ -178,8 +178,9 @@ class Probes:
         if bound is not None:
             return Reason.ADMISSIONS_MAX if bound == "admissions" else Reason.KEY_BYTES_MAX
         fresh = Admission(
-            probe.admission, probe.version, probe.num_tokens, probe.total, last_hash, keys
-        )
+            probe.admission, probe.version, probe.num_tokens, probe.total, last_hash, keys,
+            longest_tokens,
+        )  # fmt: skip
         if known is not None and not _same_prefix(known, fresh):
             self._core.leases.drop_unowned(LeaseKey(session.life, probe.admission))
         admissions.put(book, fresh)
@@ -339,8 +340,8 @@ class Probes:
             self._core.journal.used_locally(shape, admission, now_s)
         else:
             self.counters.missed_requests += 1
-            self.counters.missed_tokens += longest_tokens(shape, admission)
-            self._core.journal.unasked(shape, admission)
+            self.counters.missed_tokens += admission.longest_tokens
+            self._core.journal.unasked(admission)
 
     def _count(
         self, shape: SessionShape, admission: Admission, ask: Ask, answer: Answer, *, now_s: float
