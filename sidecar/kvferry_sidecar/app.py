@@ -68,7 +68,7 @@ def run(loaded: Loaded, read: Callable[[], Loaded]) -> int:
     ``read`` reads the configuration again, as ``loaded`` was read.
     """
     sys.setswitchinterval(thread_switch_s)
-    faulthandler.enable()  # the last words of a crash: a mapped file that was cut off, a bug
+    faulthandler.enable(2)  # last words of a crash, on stderr: a mapped file cut off, a bug
     keep_freed_pages()
     threads.check(loaded.config)
     lines = logs.configure(loaded.config.log.level, loaded.config.log.format)
