@@ -99,7 +99,8 @@ def start_threads(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     finally:
         over.set()
         tasks = [Path(f"/proc/self/task/{thread.native_id}") for thread in tried]
-        while any(task.exists() for task in tasks):  # the kernel counts them a little longer
+        end_s = time.monotonic() + 1  # the kernel counts them a little longer
+        while any(task.exists() for task in tasks) and time.monotonic() < end_s:
             time.sleep(_NAP_S)
     context.socket(zmq.DEALER).close()
 

@@ -29,10 +29,10 @@ COLUMNS_MAX = 100
 # directory is in 4, acknowledgements that two threads take 17, saves that wait for what another
 # connector loaded 84, what a drafter's nodes agree on 1, a sidecar that answers no Bye 3,
 # the context of a GPU's memory on any thread 19, whose start of vLLM a rank is of 4,
-# hashes that a request sends only once 17, room for ZeroMQ's threads 19, where a half lives 3,
+# hashes that a request sends only once 17, room for ZeroMQ's threads 20, where a half lives 3,
 # refusals by a stream that is closed already, or that one may not open 9, what the client
 # counts 9, KV memory that cannot be shared 7).
-CONNECTOR_LINES_MAX = 3673
+CONNECTOR_LINES_MAX = 3674
 
 # path: lines it had when it went over the goal
 RATCHET: dict[str, int] = {"tests/unit/sidecar/test_segment.py": 419}
