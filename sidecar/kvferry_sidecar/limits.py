@@ -59,7 +59,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_ms_max: int = 60_000  # a copy running longer is reported as stuck; it keeps its memory
     save_copies_max: int = 64  # save copies in flight, so that loads find threads free
     ranks_wait_ms_max: int = 10_000  # ranks that did not submit their part by then are refused
-    fence_poll_us: int = 50  # how often fence words are read while a job waits for one
+    fence_poll_us: int = 50  # how often fence words are read while a load waits for one
     sweep_ms: int = 20  # how often deadlines, idle leases and outcomes are looked at
 
     # The hot channel and the loop.

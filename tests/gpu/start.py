@@ -44,7 +44,7 @@ class NotingDriver(Driver):
 
 
 class Bed:
-    """A desk in its loop, and a page that is saved again and again."""
+    """A desk in its loop, and a page that is copied again and again, as urgent as a load."""
 
     def __init__(self) -> None:
         device.driver()
@@ -65,12 +65,12 @@ class Bed:
         return math.inf if wait_s is None else wait_s
 
     def part(self, page: Mapping, step: int) -> Part:
-        """Return a save of one block, which waits for the word ``step``."""
+        """Return a job of one block, which waits for the word ``step``."""
         layout = self.bench.layout(PAGE, 2, LAYERS)
         blocks, zeros = np.ones(1, np.int32), np.zeros(1, np.uint64)
         extents = Extents(layout, blocks, zeros, np.zeros(1, np.uint32), None, crc=True)
         run: Any = SimpleNamespace(
-            work=SimpleNamespace(kind="save", fence_offset=DONE_STEP_OFFSET),
+            work=SimpleNamespace(kind="load", fence_offset=DONE_STEP_OFFSET),
             job=SimpleNamespace(job=step, step=step),
         )
         rank: Any = SimpleNamespace(fence=page)
@@ -79,7 +79,7 @@ class Bed:
         copies = [PlannedCopy(0, Direction.GATHER, extents)]
         return Part(run, rank, key, 0, now_s, now_s, copies)
 
-    def save(self, part: Part) -> float:
+    def copy(self, part: Part) -> float:
         """Have a part copied once its word comes; returns when the copy was begun (monotonic)."""
         self.driver.forget()
         self.desk.admit(part, time.monotonic())
@@ -110,7 +110,7 @@ def word_to_copy(sizes: Sizes) -> dict[str, Any]:
         for step in range(1, sizes.rounds + 1):
             engine.send("timed", step=step, wrong=WRONG, times=BEFORE)
             part = bed.part(page, step)
-            begun_s = bed.save(part)
+            begun_s = bed.copy(part)
             seen_s = engine.answer()["at_s"]
             if seen_s < part.accepted_s:
                 early += 1

@@ -19,6 +19,7 @@ from kvferry_sidecar.stages.logs import Log
 from kvferry_sidecar.stages.parts import End, Part, PartState, PlannedCopy
 
 _impatient_s = 0.02  # after this a fence is polled less often: the engine is between steps
+_saves_patience = 4.0  # times as long between two looks: nobody waits for a save
 
 
 class CopyDesk:
@@ -109,6 +110,8 @@ class CopyDesk:
         if not self._fenced:
             return None
         poll_s = self.limits.fence_poll_us / 1e6
+        if not any(part.run.work.kind == "load" for part in self._fenced):
+            poll_s *= _saves_patience
         newest = next(reversed(self._fenced))
         patient = now_s - newest.accepted_s < _impatient_s
         return poll_s if patient else max(poll_s, 1e-3)

@@ -338,6 +338,17 @@ def two_loads_at_their_fence():
     return bed, engine
 
 
+def test_fences_are_read_most_often_while_a_load_waits():
+    bed, engine = Bed(), make_engine()
+    leased(bed, engine, 1, 2, admission=1)
+    job, raw = bed.save_job(engine, 2, [1], step=9)
+    bed.submit(engine.workers[0], job, raw)
+    save_s = bed.pass_s(0.0)
+    job, raw = bed.load_job(engine, 1, [5, 6], step=9)
+    bed.submit(engine.workers[0], job, raw)
+    assert bed.pass_s(0.0) * 4 == pytest.approx(save_s)
+
+
 def test_a_copy_that_cannot_start_ends_its_job_and_no_other(monkeypatch):
     """Of whatever cause: memory, a thread that is not to be had."""
     bed, engine = two_loads_at_their_fence()
